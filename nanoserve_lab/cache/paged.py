@@ -1,0 +1,131 @@
+"""Which blocks each running sequence owns, by batch row, and the addresses that one step reads and writes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoserve_lab.cache.attention import Span
+from nanoserve_lab.cache.pool import KVPool
+
+IntArray = NDArray[np.int64]
+
+
+class DecodeAddresses(NamedTuple):
+    """What one decode step over the rows ``0 .. rows - 1`` needs beside the token ids, all int64 on the pool's device.
+
+    ``positions`` ``[rows, 1]``, ``write_slots`` ``[rows]``, ``slot_mapping`` ``[rows, longest context]``,
+    ``context_lens`` ``[rows]`` (the new token included).
+    """
+
+    positions: Tensor
+    write_slots: Tensor
+    slot_mapping: Tensor
+    context_lens: Tensor
+
+
+class PrefillAddresses(NamedTuple):
+    """What a ragged prefill needs beside the token ids: ``positions`` and ``write_slots`` ``[tokens]`` int64 and a
+    `Span` a sequence."""
+
+    positions: Tensor
+    write_slots: Tensor
+    spans: list[Span]
+
+
+class PagedCache:
+    """Block tables and lengths of the running sequences, one a row; the rows in use are always ``0 .. rows - 1``.
+
+    A row that leaves is filled from the end. ``lengths[row]`` counts the tokens whose K and V are written, or will be
+    by the step whose addresses were handed out last.
+    """
+
+    def __init__(self, pool: KVPool, max_rows: int, max_context: int) -> None:
+        self.pool, self.max_rows, self.max_context = pool, max_rows, max_context
+        self.rows = 0
+        self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
+        self.table: IntArray = np.zeros((max_rows, pool.blocks_for(max_context)), dtype=np.int64)
+        self._offsets = np.arange(pool.block_size)
+
+    def owned(self, row: int) -> list[int]:
+        """The blocks that ``row`` owns, in order of position."""
+        blocks: list[int] = self.table[row, : self.pool.blocks_for(int(self.lengths[row]))].tolist()
+        return blocks
+
+    def add(self, tokens: int) -> int:
+        """A new last row with room for ``tokens`` tokens; its index.
+
+        Raises `OutOfBlocks` where the pool has not enough blocks, and `ValueError` where all rows are taken or the
+        tokens exceed ``max_context``; nothing is changed then.
+        """
+        if self.rows == self.max_rows:
+            raise ValueError(f"all {self.max_rows} rows are taken")
+        self._check_context(tokens)
+        row = self.rows
+        blocks = self.pool.allocator.take(self.pool.blocks_for(tokens))
+        self.table[row, : len(blocks)] = blocks
+        self.lengths[row] = tokens
+        self.rows += 1
+        return row
+
+    def grow(self) -> None:
+        """Room for one more token in every row. Raises as `add` does, before anything is changed."""
+        lengths = self.lengths[: self.rows]
+        self._check_context(int(lengths.max(initial=0)) + 1)
+        full = np.flatnonzero(lengths % self.pool.block_size == 0)
+        if full.size:
+            self.table[full, lengths[full] // self.pool.block_size] = self.pool.allocator.take(full.size)
+        lengths += 1
+
+    def remove(self, row: int) -> int | None:
+        """Free ``row``'s blocks and move the last row into its place; the row that moved, or None."""
+        self.pool.allocator.give_back(self.owned(row))
+        last = self.rows - 1
+        self.table[row], self.lengths[row] = self.table[last], self.lengths[last]
+        self.table[last], self.lengths[last] = 0, 0
+        self.rows = last
+        return last if last != row else None
+
+    def slots(self, row: int) -> IntArray:
+        """The slots of the row's tokens in order, ``[length]``."""
+        blocks = self.table[row, : self.pool.blocks_for(int(self.lengths[row]))]
+        return (blocks[:, None] * self.pool.block_size + self._offsets).reshape(-1)[: self.lengths[row]]
+
+    def prefill_addresses(self, rows: range) -> PrefillAddresses:
+        """Addresses for all tokens of the new ``rows``, side by side in order of row."""
+        spans, positions, start = [], [], 0
+        for row in rows:
+            slots = self._tensor(self.slots(row))
+            spans.append(Span(start, start + len(slots), slots))
+            positions.append(torch.arange(len(slots), device=slots.device))
+            start += len(slots)
+        return PrefillAddresses(torch.cat(positions), torch.cat([span.slots for span in spans]), spans)
+
+    def decode_addresses(self) -> DecodeAddresses:
+        """Addresses for one new token in every row, after `grow`.
+
+        The read rectangle is gathered anew on every call, at a cost that grows with the longest context; columns past a
+        row's length point at the sink.
+        """
+        lengths = self.lengths[: self.rows]
+        size, last = self.pool.block_size, lengths - 1
+        width = int(lengths.max())
+        blocks = self.table[: self.rows, : self.pool.blocks_for(width)]
+        mapping = (blocks[:, :, None] * size + self._offsets).reshape(self.rows, -1)[:, :width]
+        mapping = np.where(np.arange(width) < lengths[:, None], mapping, 0)
+        write_slots = self.table[np.arange(self.rows), last // size] * size + last % size
+        return DecodeAddresses(
+            self._tensor(last[:, None]), self._tensor(write_slots), self._tensor(mapping), self._tensor(lengths)
+        )
+
+    def _check_context(self, tokens: int) -> None:
+        if tokens > self.max_context:
+            raise ValueError(f"a sequence of {tokens} tokens exceeds the maximum context of {self.max_context}")
+
+    def _tensor(self, values: IntArray) -> Tensor:
+        # A copy, on the CPU too: a step's tensors never share storage with the tables that the next step changes.
+        return torch.from_numpy(values).to(self.pool.data.device, copy=True)

@@ -1,0 +1,311 @@
+"""The loop: requests enter and leave between steps, every step decodes one token in each running row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
+from nanoserve_lab.cache.paged import PagedCache
+from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
+from nanoserve_lab.device import free_memory
+from nanoserve_lab.engine.deferred import DeferredReadback
+from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
+from nanoserve_lab.engine.sampling import Sampler
+from nanoserve_lab.engine.scheduler import Scheduler
+from nanoserve_lab.model.tokenizer import Tokenizer
+from nanoserve_lab.model.transformer import Transformer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    ``max_rows`` sequences decode together; a sequence holds at most ``max_context`` tokens (None: what the model was
+    trained for). The K/V pool has ``num_blocks`` blocks of ``block_size`` tokens, the sink included; None takes what
+    all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step prefills at
+    most ``max_prefill_tokens`` prompt tokens (one prompt at least), and a sampled token is read back
+    ``readback_lag`` steps later.
+    """
+
+    max_rows: int = 8
+    max_context: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float = 0.5
+    max_prefill_tokens: int = 2048
+    readback_lag: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_context", "block_size", "max_prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: wanted 1 or more, got {value}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction: wanted above 0 and at most 1, got {self.memory_fraction}")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the engine was built, and its state now.
+
+    ``overshoot_tokens`` were decoded after a stop that the host had not read yet, and thrown away; ``decode_rows``
+    is the sum of the rows over all decode steps.
+    """
+
+    waiting: int
+    running: int
+    free_blocks: int
+    total_blocks: int
+    submitted: int
+    finished: dict[str, int]
+    steps: int
+    prefill_tokens: int
+    decode_steps: int
+    decode_rows: int
+    overshoot_tokens: int
+
+
+class Engine:
+    """Continuous batching over one model and one K/V pool. Not thread-safe: one caller drives ``step``."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, cache: PagedCache
+    ) -> None:
+        self.model, self.tokenizer, self.config, self.cache = model, tokenizer, config, cache
+        self.scheduler = Scheduler(cache, config.max_prefill_tokens)
+        self.readback = DeferredReadback(config.readback_lag, config.max_rows, model.device)
+        # The last token of each running row, still on the device: the next step's input.
+        self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._sampler: Sampler | None = None
+        self._live: dict[int, Request] = {}
+        self._events: list[TokenEvent] = []
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    @classmethod
+    def build(cls, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig | None = None) -> Engine:
+        """An engine with its K/V pool allocated.
+
+        Raises `OutOfBlocks` where the memory does not hold the sink and one block.
+        """
+        config = config or EngineConfig()
+        limit = model.config.max_position
+        max_context = min(config.max_context or limit, limit)
+        num_blocks = config.num_blocks or _blocks_that_fit(model, config, max_context)
+        pool = KVPool(model.config, num_blocks, config.block_size, model.dtype, model.device)
+        max_context = min(max_context, pool.allocator.capacity * config.block_size)
+        return cls(model, tokenizer, config, PagedCache(pool, config.max_rows, max_context))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a prompt (text or token ids); the request's id. Raises `RequestRefused`, queueing nothing."""
+        params = params or SamplingParams()
+        params.check()
+        if params.stop and self.tokenizer is None:
+            raise RequestRefused("stop: stop strings need a tokenizer, and this engine has none")
+        prompt_ids = self._prompt_ids(prompt)
+        room = self.cache.max_context - len(prompt_ids) + 1
+        if room < 1:
+            raise RequestRefused(
+                f"prompt: {len(prompt_ids)} tokens can never fit, the maximum context is {self.cache.max_context}"
+            )
+        stop_ids = set(params.stop_ids)
+        if self.tokenizer is not None and not params.ignore_eos:
+            stop_ids.update(self.tokenizer.eos_ids)
+        request = Request(prompt_ids, params, min(params.max_tokens, room), frozenset(stop_ids), self.tokenizer)
+        self._live[request.id] = request
+        self.scheduler.waiting.append(request)
+        self._counts["submitted"] += 1
+        return request.id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now; its last event comes with the next ``step``. False where it has ended already."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        if request in self.scheduler.running:
+            self._retire(self.scheduler.running.index(request))
+        elif request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
+        self._tell(request.cancel())
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another ``step`` has anything to do or to tell."""
+        return bool(self.scheduler.waiting or self.scheduler.running or len(self.readback) or self._events)
+
+    def step(self) -> list[TokenEvent]:
+        """Decode one token in every running row, admit and prefill who fits, and tell of the tokens that are due."""
+        self._advance()
+        events, self._events = self._events, []
+        return events
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        self._counts["steps"] += 1
+        scheduler = self.scheduler
+        tokens = [self._decode()] if scheduler.running else []
+        if new_rows := scheduler.admit():
+            tokens.append(self._prefill(new_rows))
+            self._sampler = None
+        if tokens:
+            self._tokens = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+            self.readback.push(self._tokens, tuple(scheduler.running))
+            self._retire_complete()
+        self._read_back(drain=not scheduler.running)
+
+    def _decode(self) -> Tensor:
+        """One token a running row, ``[rows]``."""
+        self.cache.grow()
+        logits = self.decode_step(self._tokens.unsqueeze(1))
+        self._counts["decode_steps"] += 1
+        self._counts["decode_rows"] += self.cache.rows
+        if self._sampler is None:
+            self._sampler = Sampler(self.scheduler.running, self.model.device)
+        return self._sampler(logits)
+
+    def decode_step(self, input_ids: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of the running rows' next token; ``input_ids`` ``[rows, 1]`` int64."""
+        positions, write_slots, slot_mapping, context_lens = self.cache.decode_addresses()
+        read = DecodeRead(slot_mapping, context_lens)
+        return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.cache.pool.layers, read)
+
+    def _prefill(self, rows: range) -> Tensor:
+        """The first token of each new row, ``[len(rows)]``."""
+        requests = self.scheduler.running[rows.start : rows.stop]
+        positions, write_slots, spans = self.cache.prefill_addresses(rows)
+        device = self.model.device
+        input_ids = torch.tensor([token for request in requests for token in request.prompt_ids], device=device)
+        last = torch.tensor([span.stop - 1 for span in spans], device=device)
+        logits = self.model(input_ids, positions, write_slots, self.cache.pool.layers, PrefillRead(spans), last)
+        self._counts["prefill_tokens"] += len(input_ids)
+        return Sampler(requests, device)(logits)
+
+    def _retire_complete(self) -> None:
+        """Count the tokens just sampled; a row that has all of its own leaves before the host has read them."""
+        running = self.scheduler.running
+        for row in reversed(range(len(running))):
+            running[row].issued += 1
+            if running[row].issued == running[row].max_tokens:
+                self._retire(row)
+
+    @torch.inference_mode()
+    def _retire(self, row: int) -> None:
+        moved = self.scheduler.retire(row)
+        if moved is not None:
+            self._tokens[row].copy_(self._tokens[moved])
+        self._tokens = self._tokens[: len(self.scheduler.running)]
+        self._sampler = None
+
+    def _read_back(self, drain: bool) -> None:
+        for request, token in self.readback.due(drain):
+            if request.finish_reason is not None:
+                self._counts["overshoot_tokens"] += 1
+                continue
+            self._tell(request.accept(token))
+            if request.finish_reason is not None and request in self.scheduler.running:
+                self._retire(self.scheduler.running.index(request))
+
+    def _tell(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        if event.finish_reason is not None:
+            self._finished[event.finish_reason] += 1
+            del self._live[event.request_id]
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete every prompt, in the order given. One ``params`` serves all, or one a prompt.
+
+        Raises `RequestRefused` before anything runs where one of the requests can never be served.
+        """
+        if isinstance(prompts, str):
+            raise TypeError("generate takes a list of prompts; for one prompt pass [prompt]")
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling params")
+        ids: list[int] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                ids.append(self.submit(prompt, one))
+            done = {event.request_id: event.completion for event in self._run(set(ids)) if event.completion}
+        except BaseException:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+        return [completion for i in ids if (completion := done[i]) is not None]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """The events of one prompt as they come. Closing the iterator cancels the request."""
+        request_id = self.submit(prompt, params)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: int) -> Iterator[TokenEvent]:
+        try:
+            yield from self._run({request_id})
+        finally:
+            self.cancel(request_id)
+
+    def _run(self, ids: set[int]) -> Iterator[TokenEvent]:
+        """Step until every request of ``ids`` has ended; their events. Events of others wait for whoever asks."""
+        left = set(ids)
+        while left:
+            if not self.has_work:
+                raise RuntimeError(f"the events of requests {sorted(left)} were taken by another caller of step()")
+            self._advance()
+            mine = [event for event in self._events if event.request_id in left]
+            self._events = [event for event in self._events if event.request_id not in left]
+            left -= {event.request_id for event in mine if event.finish_reason is not None}
+            yield from mine
+
+    def stats(self) -> EngineStats:
+        """The counts so far; see `EngineStats`."""
+        allocator = self.cache.pool.allocator
+        counts = self._counts
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            free_blocks=allocator.num_free,
+            total_blocks=allocator.capacity,
+            submitted=counts["submitted"],
+            finished=dict(self._finished),
+            steps=counts["steps"],
+            prefill_tokens=counts["prefill_tokens"],
+            decode_steps=counts["decode_steps"],
+            decode_rows=counts["decode_rows"],
+            overshoot_tokens=counts["overshoot_tokens"],
+        )
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestRefused("prompt: text needs a tokenizer, and this engine has none; pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        prompt_ids = list(prompt)
+        if not prompt_ids:
+            raise RequestRefused("prompt: empty")
+        vocab = self.model.config.vocab_size
+        for token in prompt_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise RequestRefused(f"prompt: wanted token ids of 0 to {vocab - 1}, got {token!r}")
+        return prompt_ids
+
+
+def _blocks_that_fit(model: Transformer, config: EngineConfig, max_context: int) -> int:
+    """Blocks for all rows at full context and the sink, or as many as the allowed share of free memory holds."""
+    wanted = config.max_rows * -(-max_context // config.block_size) + 1
+    size = block_bytes(model.config, config.block_size, model.dtype)
+    allowed = int(free_memory(model.device) * config.memory_fraction) // size
+    if allowed < 2:
+        raise OutOfBlocks(
+            f"{config.memory_fraction:.0%} of the free memory on {model.device} holds {allowed} K/V blocks of {size:,} "
+            "bytes; the sink and one more are the least. Free some memory, or set num_blocks or a smaller block_size"
+        )
+    return min(wanted, allowed)

@@ -1,0 +1,236 @@
+"""Counting instruments: what one step launches, allocates, reads and writes, and where it waits for the device.
+
+`StepTrace` watches PyTorch's dispatcher, so the counts come from the operations that ran and from nothing else. It
+says what the dispatcher sees: one ATen operation may be several kernels on a GPU (or none).
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.module_tracker import ModuleTracker
+
+aten = torch.ops.aten
+
+#: Composite operations that are counted whole, because a GPU runs them as one kernel; every other one is decomposed.
+FUSED = frozenset({aten.rms_norm.default, aten.scaled_dot_product_attention.default})
+
+#: Methods that hand a tensor's values to Python without a dispatch, or with several.
+SYNC_METHODS = frozenset(
+    {
+        "tolist", "numpy", "cpu", "item", "__array__", "__repr__", "__format__", "__dlpack__",
+        "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
+    }
+)  # fmt: skip
+
+_KINDS = {
+    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm"),
+    "attention": ("bmm", "_softmax", "scaled_dot_product_attention"),
+    "norm": ("rms_norm", "native_layer_norm"),
+    "index": ("index", "index_select", "index_copy_", "index_put_", "gather", "scatter", "embedding"),
+    "copy": ("clone", "copy_", "_to_copy", "cat", "stack", "roll"),
+    "reduction": ("argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+# Operations that read as much as they write (and the indices), not all of their first argument.
+_PICKS = frozenset({"index", "index_select", "gather", "embedding"})
+# Operations that write as much as they read from their source, not all of what they write into.
+_PLACES = frozenset({"index_copy_", "index_put_", "scatter_"})
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One operation that computes. ``seconds`` is its time on the host (on a GPU: until the device was done)."""
+
+    order: int
+    op: str
+    kind: str
+    module: str
+    shapes: str
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HostSync:
+    """A value that Python asked a tensor for: the call, and the line that made it."""
+
+    call: str
+    path: str
+    line: int
+    source: str
+
+
+class StepTrace:
+    """Use as a context manager around a step; it runs under ``inference_mode``, composites taken apart.
+
+    ``launches`` are the operations that compute, in order. ``views`` counts those that only make another view of a
+    storage, ``allocations`` the storages that came into being, and ``syncs`` lists the values that the host waited for.
+    Times include the instrument's own; compare them with each other, not with an untraced step.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.syncs: list[HostSync] = []
+        self.allocations = 0
+        self.views = 0
+        self._modules = ModuleTracker()
+        self._in_sync = False
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> StepTrace:
+        for context in (torch.inference_mode(), self._modules, _SyncWatch(self), _OperationWatch(self)):
+            self._contexts.enter_context(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.close()
+
+    def frame(self) -> pd.DataFrame:
+        """The launches, one row each, with the columns of `Launch`."""
+        return pd.DataFrame([vars(launch) for launch in self.launches], columns=list(Launch.__annotations__))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the launches read, intermediates included."""
+        return sum(launch.bytes_read for launch in self.launches)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the launches wrote."""
+        return sum(launch.bytes_written for launch in self.launches)
+
+    def _record(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], seconds: float) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        known = {_storage(t) for t in inputs}
+        if name == "lift_fresh":
+            # Host data that became a tensor: its storage is new, though no operation made it.
+            self.allocations += 1
+            return
+        fresh = {_storage(t) for t in outputs} - known
+        self.allocations += len(fresh)
+        if name.startswith(("empty", "new_empty", "detach")):
+            return
+        if not fresh and not func._schema.is_mutable:
+            self.views += 1
+            return
+        read, written = _traffic(name, func._schema.is_mutable, inputs, outputs)
+        shapes = " ".join("x".join(map(str, t.shape)) or "scalar" for t in inputs)
+        self.launches.append(
+            Launch(
+                order=len(self.launches),
+                op=str(func),
+                kind=_KIND_OF.get(name, "elementwise"),
+                module=_deepest(self._modules.parents),
+                shapes=shapes,
+                bytes_read=read,
+                bytes_written=written,
+                seconds=seconds,
+            )
+        )
+
+    def _sync(self, call: str, run: Callable[[], Any]) -> Any:
+        """Run a call that waits for a value; the syncs inside it are its own."""
+        if self._in_sync:
+            return run()
+        self.syncs.append(_caller(call))
+        self._in_sync = True
+        try:
+            return run()
+        finally:
+            self._in_sync = False
+
+
+class _OperationWatch(TorchDispatchMode):
+    """Sees every ATen operation below autograd and hands it to the trace."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in FUSED:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func is aten._local_scalar_dense.default:
+            return self._trace._sync("item", lambda: func(*args, **kwargs))
+        inputs = _tensors((args, kwargs))
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        if any(t.is_cuda for t in inputs):
+            torch.cuda.synchronize()
+        self._trace._record(func, inputs, _tensors(result), time.perf_counter() - start)
+        return result
+
+
+class _SyncWatch(TorchFunctionMode):
+    """Sees the methods of `SYNC_METHODS`, most of which never reach the dispatcher."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in SYNC_METHODS:
+            return self._trace._sync(name, lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    # A broadcast tensor is read once: no more than its storage holds.
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
+
+
+def _traffic(name: str, mutates: bool, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int]:
+    """Bytes that an operation reads and writes."""
+    if name in _PICKS:
+        return _bytes(outputs) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(outputs)
+    if name in _PLACES:
+        return _bytes(inputs[1:]), _bytes(t for t in inputs[1:] if t.is_floating_point())
+    if name in ("copy_", "fill_", "zero_"):
+        return _bytes(inputs[1:]), _bytes(inputs[:1])
+    return _bytes(inputs), _bytes(inputs[:1] if mutates else outputs)
+
+
+def _deepest(parents: set[str]) -> str:
+    path = max(parents, key=lambda name: name.count("."), default="Global")
+    return path.partition(".")[2]
+
+
+def _caller(call: str) -> HostSync:
+    """The nearest line of the call stack that is neither torch's nor this file's."""
+    frame = sys._getframe(1)
+    torch_home = str(Path(torch.__file__).parent)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(torch_home)
+    ):
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return HostSync(call, path, line, linecache.getline(path, line).strip())

@@ -1,0 +1,300 @@
+"""The loop: every request says what it says alone, whoever else comes and goes; nothing is lost or left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_cache import check_invariants
+
+from nanoserve_lab.cache.pool import OutOfBlocks
+from nanoserve_lab.engine import Completion, Engine, EngineConfig, RequestRefused, SamplingParams, TokenEvent
+from nanoserve_lab.instruments import StepTrace
+from nanoserve_lab.model.tiny import TINY, tiny_model
+from nanoserve_lab.model.tokenizer import Tokenizer
+from nanoserve_lab.model.transformer import Transformer
+
+
+@cache
+def exact_model() -> Transformer:
+    # In float64 the low bits that batching changes cannot reach a choice between tokens.
+    return tiny_model(dtype=torch.float64)
+
+
+def build(**sizes: int) -> Engine:
+    defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 14}
+    return Engine.build(exact_model(), None, EngineConfig(**(defaults | sizes)))  # type: ignore[arg-type]
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[tuple[int, ...], str]:
+    completion = build(readback_lag=0).generate([list(prompt)], [params])[0]
+    return tuple(completion.token_ids), completion.finish_reason
+
+
+prompts = st.lists(st.integers(0, 63), min_size=1, max_size=14).map(tuple)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    seed=st.integers(0, 3),
+    stop_ids=st.lists(st.integers(0, 63), max_size=8).map(tuple),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests arrive, decode, stop, finish and are cancelled in any order, in a pool too small for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = build()
+        self.asked: dict[int, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.heard: dict[int, list[int]] = {}
+        self.done: dict[int, Completion] = {}
+        self.cancelled: set[int] = set()
+
+    @rule(prompt=prompts, params=params)
+    def submit(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        self.asked[self.engine.submit(prompt, params)] = (prompt, params)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._take(self.engine.step())
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.asked)))
+        ended = request_id in self.done or request_id in self.cancelled
+        assert self.engine.cancel(request_id) == (not ended)
+        self.cancelled |= set() if ended else {request_id}
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.request_id not in self.done, "an event after the last"
+            if event.token_id is not None:
+                self.heard.setdefault(event.request_id, []).append(event.token_id)
+            if event.completion is not None:
+                self.done[event.request_id] = event.completion
+                self._compare(event.request_id, event.completion)
+
+    def _compare(self, request_id: int, completion: Completion) -> None:
+        tokens, reason = alone(*self.asked[request_id])
+        assert completion.token_ids == self.heard.get(request_id, [])
+        if request_id in self.cancelled:
+            assert completion.finish_reason == "cancelled"
+            assert tuple(completion.token_ids) == tokens[: len(completion.token_ids)]
+        else:
+            assert (tuple(completion.token_ids), completion.finish_reason) == (tokens, reason)
+
+    @invariant()
+    def tables_agree(self) -> None:
+        check_invariants(self.engine.cache)
+        running = self.engine.scheduler.running
+        assert len(running) == self.engine.cache.rows
+
+    def teardown(self) -> None:
+        while self.engine.has_work:
+            self._take(self.engine.step())
+        assert set(self.done) == set(self.asked), "a request was lost"
+        stats = self.engine.stats()
+        assert stats.free_blocks == stats.total_blocks
+        assert stats.finished == Counter(completion.finish_reason for completion in self.done.values())
+        assert stats.submitted == len(self.asked)
+
+
+class TestEngineMachine(EngineMachine.TestCase):
+    settings: ClassVar = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+def test_the_readback_lag_changes_no_token(lag: int) -> None:
+    engine = build(readback_lag=lag)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    stop = alone((1, 2, 3), SamplingParams(max_tokens=12))[0][4]
+    batch = [((1, 2, 3), SamplingParams(max_tokens=12, stop_ids=(stop,))), ((4,), sampled), ((9, 9), sampled)]
+    completions = engine.generate([p for p, _ in batch], [s for _, s in batch])
+    for completion, (prompt, one) in zip(completions, batch, strict=True):
+        assert (tuple(completion.token_ids), completion.finish_reason) == alone(prompt, one)
+    assert completions[0].token_ids[-1] == stop
+    assert engine.stats().overshoot_tokens == lag, "the stop is seen `lag` steps late, one token is thrown away in each"
+
+
+def test_a_token_is_told_of_lag_steps_after_it_was_sampled() -> None:
+    engine = build(readback_lag=2)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=4))
+    told = [[event.token_id for event in engine.step()] for _ in range(4)]
+    tokens, _ = alone((1, 2, 3), SamplingParams(max_tokens=4))
+    # Step 0 prefills and samples the first token; the last step finds no row running and drains the window.
+    assert told == [[], [], [tokens[0]], list(tokens[1:])]
+    assert not engine.has_work
+
+
+def test_the_decode_loop_waits_for_nothing() -> None:
+    engine = build()
+    for prompt in ([1], [2, 3], [4, 5, 6]):
+        engine.submit(prompt, SamplingParams(max_tokens=10, temperature=0.8, seed=1))
+    with StepTrace() as trace:
+        while engine.has_work:
+            engine.step()
+    assert engine.stats().finished == {"length": 3}
+    assert trace.syncs == []
+
+
+def test_the_context_limit_is_exact() -> None:
+    engine = build(max_context=10, num_blocks=14)
+    last = engine.generate([[1] * 9], SamplingParams(max_tokens=50))[0]
+    # Nine prompt tokens, one decode that fills the tenth place: two tokens, the second never written.
+    assert (len(last.token_ids), last.finish_reason) == (2, "length")
+    assert len(engine.generate([[1] * 10], SamplingParams(max_tokens=50))[0].token_ids) == 1
+    with pytest.raises(RequestRefused, match="11 tokens can never fit, the maximum context is 10"):
+        engine.submit([1] * 11)
+    assert not engine.has_work
+
+
+def test_a_small_pool_limits_the_context() -> None:
+    engine = build(num_blocks=3)
+    assert engine.cache.max_context == 8
+    with pytest.raises(RequestRefused, match="maximum context is 8"):
+        engine.submit([1] * 9)
+    completion = engine.generate([[1] * 5], SamplingParams(max_tokens=50))[0]
+    assert len(completion.token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: empty"),
+        ([1, 64], "wanted token ids of 0 to 63, got 64"),
+        ([-1], "got -1"),
+        ([1.5], "got 1.5"),
+        ([True], "got True"),
+        ("text", "needs a tokenizer"),
+    ],
+)
+def test_bad_prompts_are_refused_when_submitted(prompt: object, message: str) -> None:
+    engine = build()
+    with pytest.raises(RequestRefused, match=message):
+        engine.submit(prompt)  # type: ignore[arg-type]
+    assert engine.stats().submitted == 0
+    assert not engine.has_work
+
+
+def test_generate_checks_every_request_before_it_runs_one() -> None:
+    engine = build()
+    with pytest.raises(RequestRefused, match="prompt: empty"):
+        engine.generate([[1], []])
+    with pytest.raises(ValueError, match="2 prompts, but 1 sampling params"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(TypeError, match="list of prompts"):
+        engine.generate("hello")
+    engine.step()
+    assert engine.stats().decode_steps == 0
+    assert engine.stats().prefill_tokens == 0
+    assert engine.generate([]) == []
+
+
+def test_callers_do_not_take_each_others_events() -> None:
+    engine = build()
+    five = SamplingParams(max_tokens=5)
+    submitted = engine.submit([1, 2], five)
+    first, second = engine.stream([3], five), engine.stream([4], five)
+    mixed = [next(first), next(second), *first, *second]
+    assert len(mixed) == 10
+    assert {event.request_id for event in mixed}.isdisjoint({submitted})
+    engine.generate([[5]], five)
+    assert [event.token_id for event in engine.step()] == list(alone((1, 2), five)[0])
+    assert not engine.has_work
+
+
+def test_closing_a_stream_cancels_the_request() -> None:
+    engine = build()
+    stream = engine.stream([3], SamplingParams(max_tokens=20))
+    next(stream)
+    stream.close()
+    assert [event.finish_reason for event in engine.step()] == ["cancelled"]
+    assert engine.stats().free_blocks == engine.stats().total_blocks
+    assert engine.stats().running == 0
+
+
+def test_nobody_overtakes() -> None:
+    engine = build(num_blocks=9)  # eight blocks: the long request needs seven
+    ids = [engine.submit([1] * 6, SamplingParams(max_tokens=9)), engine.submit([2] * 20, SamplingParams(max_tokens=8))]
+    ids.append(engine.submit([3], SamplingParams(max_tokens=1)))
+    order = []
+    while engine.has_work:
+        order += [event.request_id for event in engine.step() if event.completion]
+    assert order.index(ids[0]) == 0
+    assert engine.stats().finished == {"length": 3}
+    waited = Engine.build(exact_model(), None, EngineConfig(max_rows=3, max_context=32, block_size=4, num_blocks=9))
+    waited.submit([1] * 6, SamplingParams(max_tokens=9))
+    waited.submit([2] * 20, SamplingParams(max_tokens=8))
+    waited.submit([3], SamplingParams(max_tokens=1))
+    waited.step()
+    assert (waited.stats().running, waited.stats().waiting) == (1, 2), "the short request must not pass the long one"
+
+
+def test_prefill_is_limited_to_its_budget_but_never_to_nothing() -> None:
+    engine = build(max_prefill_tokens=5, num_blocks=30)
+    for prompt in ([1] * 9, [2] * 3, [3] * 2):
+        engine.submit(prompt, SamplingParams(max_tokens=4))
+    prefilled = []
+    for _ in range(2):
+        engine.step()
+        prefilled.append(engine.stats().prefill_tokens)
+    assert prefilled == [9, 14]
+
+
+def test_too_little_memory_is_refused_when_the_engine_is_built() -> None:
+    with pytest.raises(OutOfBlocks, match="of the free memory on cpu holds 0 K/V blocks"):
+        Engine.build(exact_model(), None, EngineConfig(memory_fraction=1e-12))
+    with pytest.raises(ValueError, match="memory_fraction"):
+        EngineConfig(memory_fraction=0)
+    with pytest.raises(ValueError, match="max_rows: wanted 1 or more, got 0"):
+        EngineConfig(max_rows=0)
+    engine = Engine.build(exact_model(), None)
+    assert engine.cache.max_context == TINY.max_position
+    assert engine.stats().total_blocks == 8 * TINY.max_position // 16
+
+
+def test_text_streams_and_stops(default_engine: Engine) -> None:
+    prompt = "The capital of France is"
+    whole = default_engine.generate([prompt], SamplingParams(max_tokens=24))[0]
+    assert whole.text.startswith(" Paris")
+    events = list(default_engine.stream(prompt, SamplingParams(max_tokens=24)))
+    assert "".join(event.text for event in events) == whole.text
+    assert events[-1].completion == whole
+    stop = whole.text[10:14]
+    cut = default_engine.generate([prompt], SamplingParams(max_tokens=24, stop=[stop]))[0]
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_the_end_token_ends_the_text(default_engine: Engine) -> None:
+    tokenizer = default_engine.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Say yes."}])
+    completion = default_engine.generate([prompt], SamplingParams(max_tokens=120))[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids[-1] in tokenizer.eos_ids
+    assert "<|im_end|>" not in completion.text
+    assert completion.text == tokenizer.decode(completion.token_ids)
+
+
+@pytest.fixture(scope="module")
+def default_engine(default_model_folder: object) -> Engine:
+    from nanoserve_lab import load_model
+
+    model, tokenizer = load_model(device="cpu", dtype=torch.float32)
+    assert isinstance(tokenizer, Tokenizer)
+    return Engine.build(model, tokenizer, EngineConfig(max_rows=2, max_context=256))
