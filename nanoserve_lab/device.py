@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
+import re
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
@@ -56,37 +60,42 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def machine_name(device: torch.device | str = "cpu") -> str:
-    """Processor, cores and memory of the host, and the GPU's name where ``device`` is one."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GB"
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{_processor()}, {torch.get_num_threads()} threads, {memory:.0f} GB"
+def machine_name() -> str:
+    """The host in words: processor, cores this process may use, memory. Holds no host name and no path.
+
+    Example: ``"AMD EPYC, 2 cores, 24 GB"``. Memory is the machine's, in units of 2**30 bytes, rounded.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = round(psutil.virtual_memory().total / 2**30)
+    return f"{_processor()}, {cores} {'core' if cores == 1 else 'cores'}, {memory} GB"
 
 
 def _processor() -> str:
+    name = ""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        if platform.system() == "Darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        else:
+            found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+            name = found.group(1) if found else ""
+    except (OSError, subprocess.SubprocessError):
+        pass  # the architecture, below, is always known
+    name = re.sub(r"\((R|TM|C)\)|\bCPU\b|\bProcessor\b|\b\d+-Core\b|@.*|\b(with|w/)\s.*", " ", name, flags=re.I)
+    return " ".join(name.replace("/", " ").replace(",", " ").split()) or platform.machine() or "unknown processor"
 
 
 def describe_device(device: torch.device | str | None = None) -> str:
     """One line on the machine that a notebook or a bench runs on: device, versions of torch and triton."""
     device = default_device() if device is None else torch.device(device)
+    name = device.type if device.type != "cuda" else f"cuda ({torch.cuda.get_device_name(device)})"
     triton = triton_version() or "not installed"
-    return f"{device.type}: {machine_name(device)}; torch {torch.__version__}; triton {triton}"
+    return f"{name}; {machine_name()}; {torch.get_num_threads()} threads; torch {torch.__version__}; triton {triton}"
 
 
 def triton_version() -> str | None:
     """The version of triton, or None where it is not installed (it has Linux wheels only)."""
     try:
-        import triton
-    except ImportError:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return str(triton.__version__)

@@ -109,9 +109,9 @@ def test_end_ids_are_united(folder: Path) -> None:
     for name, ids in {"config.json": 5, "generation_config.json": [5, 2, 7]}.items():
         path = folder / name
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
-    assert read_checkpoint(folder)[0].eos_ids == (5, 2, 7)
+    assert read_eos_ids(folder) == (5, 2, 7)
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert read_checkpoint(folder)[0].eos_ids == (5, 7)
+    assert read_eos_ids(folder) == (5, 7)
     (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id: wanted .* saw '</s>'"):
         read_eos_ids(folder)

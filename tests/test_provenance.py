@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from nanoserve_lab.bench import provenance as module
+from nanoserve_lab import device as module
+from nanoserve_lab.bench import provenance as provenance_module
 from nanoserve_lab.bench.provenance import (
     PROVENANCE,
     ProvenanceMissing,
-    machine_name,
     provenance,
     provenance_line,
     read_csv,
@@ -43,7 +43,7 @@ RECORDED = {
 
 
 def test_machine_name_is_a_description() -> None:
-    name = machine_name()
+    name = module.machine_name()
     assert re.fullmatch(r"[^,/]+, \d+ cores?, \d+ GB", name), name
     assert platform.node().lower() not in name.lower().split()
 
@@ -73,18 +73,18 @@ def test_provenance_columns() -> None:
 
 
 def test_commit_says_dirty_and_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
-    assert module._commit() == "unknown"
+    monkeypatch.setattr(provenance_module, "repository_root", lambda: tmp_path)
+    assert provenance_module._commit() == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
-    assert module._commit() == "unknown"
+    assert provenance_module._commit() == "unknown"
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    clean = module._commit()
+    clean = provenance_module._commit()
     assert re.fullmatch(r"[0-9a-f]{9,}", clean)
     (tmp_path / "new").write_text("")
-    assert module._commit() == clean + "+dirty"
-    monkeypatch.setattr(module, "repository_root", lambda: None)
-    assert module._commit() == "unknown"
+    assert provenance_module._commit() == clean + "+dirty"
+    monkeypatch.setattr(provenance_module, "repository_root", lambda: None)
+    assert provenance_module._commit() == "unknown"
 
 
 def test_a_frame_comes_back_as_it_was_written(tmp_path: Path) -> None:

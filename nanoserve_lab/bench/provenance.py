@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import datetime
-import importlib.metadata
 import os
-import platform
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
-import psutil
 import torch
+
+from nanoserve_lab.device import machine_name, triton_version
 
 #: The columns that follow the measured ones in every recorded CSV, all text.
 PROVENANCE = ("machine", "device", "torch", "triton", "commit", "command", "date")
@@ -31,16 +29,6 @@ def repository_root() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "data").is_dir() else None
 
 
-def machine_name() -> str:
-    """The host in words: processor, cores this process may use, memory. Holds no host name and no path.
-
-    Example: ``"AMD EPYC, 2 cores, 24 GB"``. Memory is the machine's, in units of 2**30 bytes, rounded.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = round(psutil.virtual_memory().total / 2**30)
-    return f"{_processor()}, {cores} {'core' if cores == 1 else 'cores'}, {memory} GB"
-
-
 def provenance(device: str | torch.device = "cpu", command: str | None = None) -> dict[str, str]:
     """One row of the `PROVENANCE` columns for numbers measured now on ``device``.
 
@@ -53,7 +41,7 @@ def provenance(device: str | torch.device = "cpu", command: str | None = None) -
         "machine": machine_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": triton_version() or "none",
         "commit": _commit(),
         "command": command or "interactive",
         "date": datetime.date.today().isoformat(),
@@ -162,28 +150,6 @@ def _typed(column: pd.Series) -> pd.Series:
         except ValueError:
             continue
     return column
-
-
-def _processor() -> str:
-    name = ""
-    try:
-        if platform.system() == "Darwin":
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            name = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        else:
-            found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-            name = found.group(1) if found else ""
-    except (OSError, subprocess.SubprocessError):
-        pass  # the architecture, below, is always known
-    name = re.sub(r"\((R|TM|C)\)|\bCPU\b|\bProcessor\b|\b\d+-Core\b|@.*|\b(with|w/)\s.*", " ", name, flags=re.I)
-    return " ".join(name.replace("/", " ").replace(",", " ").split()) or platform.machine() or "unknown processor"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _commit() -> str:

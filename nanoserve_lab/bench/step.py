@@ -22,7 +22,6 @@ from nanoserve_lab.model import load_model
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.model.transformer import Transformer
 
-
 COMMAND = "nanoserve-lab bench step"
 
 

@@ -89,6 +89,6 @@ class PrefillRead:
         rows = slice(span.start, span.stop)
         if span.slots.shape[0] != span.stop - span.start:
             return paged_attention_reference(q[rows], keys, values, span.slots)
-        heads_first = (x[rows].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)

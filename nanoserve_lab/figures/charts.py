@@ -168,7 +168,7 @@ def bytes_against_bandwidth(picture: Picture, frame: pd.DataFrame, palette: Pale
 
 
 def _region(axes: Axes, low: float, high: float, text: str, colour: str) -> None:
-    if math.log10(high / low) > 0.9:
+    if math.log10(high / low) > 0.65:
         axes.text(math.sqrt(low * high), 0.965, text, transform=axes.get_xaxis_transform(), ha="center", va="top",
                   color=colour, weight="bold", size=11)  # fmt: skip
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from nanoserve_lab.device import default_device
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import CheckpointError, ModelConfig
 from nanoserve_lab.model.fetch import ModelMissing, default_model_folder, fetch_default_model, resolve_source
@@ -37,7 +38,7 @@ def load_model(
     The model is in evaluation mode and its weights take no gradients. Raises `CheckpointError` as `resolve_source`,
     `read_checkpoint` and `Tokenizer.from_folder` do.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device() if device is None else torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = resolve_source(source)
     tokenizer = Tokenizer.from_folder(folder)

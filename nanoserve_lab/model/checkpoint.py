@@ -6,17 +6,16 @@ import json
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoserve_lab.model.config import CheckpointError, ModelConfig, read_config
+from nanoserve_lab.model.config import CheckpointError, ModelConfig, read_config, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -95,14 +94,6 @@ class _Entry:
         return self.begin % DTYPES[self.dtype].itemsize == 0
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """The checked configuration of a model folder, its ``eos_ids`` those of `read_eos_ids`.
-
-    Raises `CheckpointError` as `read_config` does.
-    """
-    return replace(read_config(folder / "config.json"), eos_ids=read_eos_ids(folder))
-
-
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """``eos_token_id`` of ``config.json`` and ``generation_config.json`` together; a file that is absent adds none.
 
@@ -118,19 +109,6 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
             raise CheckpointError(f"{path}: eos_token_id: wanted an id or a list of ids, saw {value!r}")
         ids += values
     return tuple(dict.fromkeys(ids))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``; raises `CheckpointError` where there is none."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, saw {type(raw).__name__}")
-    return raw
 
 
 def read_checkpoint(
@@ -149,7 +127,7 @@ def read_checkpoint(
     if dtype is not None and dtype not in DTYPES.values():
         raise CheckpointError(f"dtype: wanted one of {', '.join(map(str, DTYPES.values()))}, saw {dtype}")
     device = torch.device(device)
-    config = read_model_config(folder)
+    config = read_config(folder / "config.json")
     table = parameter_table(config)
     entries = _read_entries(folder)
     _check_entries(folder, entries, table, config.tie_embeddings)

@@ -51,7 +51,6 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -82,20 +81,28 @@ ARCHITECTURES: dict[str, dict[str, bool]] = {
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file ``path``; raises `CheckpointError` where there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not there; a model folder needs {path.name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object, saw {type(raw).__name__}")
+    return raw
+
+
 def read_config(path: Path) -> ModelConfig:
     """The checked configuration in the file ``path`` (a Hugging Face ``config.json``).
 
     Raises `CheckpointError` for a missing or broken file, an unknown architecture, RoPE kind or activation, and for
     features that the transformer does not have (quantised weights, sliding windows, partial rotary, MLP bias).
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not there; a model folder needs config.json") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, saw {type(raw).__name__}")
+    raw = read_json(path)
     try:
         return parse_config(raw)
     except CheckpointError as error:
@@ -131,7 +138,6 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=extra.get("qkv_bias", False) or attention_bias,
         o_bias=attention_bias,
         qk_norm=extra.get("qk_norm", False),
-        eos_ids=_ids(raw, "eos_token_id"),
     )
 
 
@@ -180,11 +186,3 @@ def _number(raw: Mapping[str, Any], field: str, default: float | None) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise CheckpointError(f"{field}: wanted a positive number, saw {value!r}")
     return float(value)
-
-
-def _ids(raw: Mapping[str, Any], field: str) -> tuple[int, ...]:
-    value = raw.get(field)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in values):
-        raise CheckpointError(f"{field}: wanted an integer or a list of them, saw {value!r}")
-    return tuple(values)

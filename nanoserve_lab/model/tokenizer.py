@@ -19,8 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
-from nanoserve_lab.model.checkpoint import read_eos_ids, read_json
-from nanoserve_lab.model.config import CheckpointError
+from nanoserve_lab.model.checkpoint import read_eos_ids
+from nanoserve_lab.model.config import CheckpointError, read_json
 
 #: Special tokens that a template may name, by their key in ``tokenizer_config.json``.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
