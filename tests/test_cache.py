@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -25,9 +27,14 @@ def make_cache(num_blocks: int = 9, block_size: int = 4, max_rows: int = 3, max_
     return PagedCache(pool, max_rows, max_context)
 
 
-def check_invariants(cache: PagedCache) -> None:
+def add(cache: PagedCache, tokens: int) -> int:
+    return cache.add(cache.reserve(tokens), tokens)
+
+
+def check_invariants(cache: PagedCache, outside: Sequence[int] = ()) -> None:
+    """Tables, lengths and allocator agree; ``outside`` are the blocks that are owned by no row."""
     allocator = cache.pool.allocator
-    owned = [block for row in range(cache.rows) for block in cache.owned(row)]
+    owned = [block for row in range(cache.rows) for block in cache.owned(row)] + list(outside)
     assert SINK_BLOCK not in owned
     assert len(set(owned)) == len(owned), "a block has two owners"
     assert len(owned) + allocator.num_free == allocator.capacity, "a block is lost"
@@ -48,15 +55,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 24))
     def add(self, tokens: int) -> None:
-        fits = self.cache.pool.blocks_for(tokens) <= self.cache.pool.allocator.num_free
+        if self.cache.pool.blocks_for(tokens) > self.cache.pool.allocator.num_free:
+            with pytest.raises(OutOfBlocks):
+                self.cache.reserve(tokens)
+            return
+        blocks = self.cache.reserve(tokens)
         if self.cache.rows == self.cache.max_rows or tokens > self.cache.max_context:
             with pytest.raises(ValueError, match=r"rows are taken|maximum context"):
-                self.cache.add(tokens)
-        elif not fits:
-            with pytest.raises(OutOfBlocks):
-                self.cache.add(tokens)
+                self.cache.add(blocks, tokens)
+            self.cache.pool.allocator.give_back(blocks)
         else:
-            row = self.cache.add(tokens)
+            row = self.cache.add(blocks, tokens)
             assert row == len(self.expected)
             self.expected.append(self.cache.slots(row).tolist())
 
@@ -64,6 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def grow(self) -> None:
         need = sum(len(slots) % 4 == 0 for slots in self.expected)
+        assert self.cache.blocks_to_grow() == need
         if max(map(len, self.expected)) + 1 > self.cache.max_context:
             with pytest.raises(ValueError, match="maximum context"):
                 self.cache.grow()
@@ -125,7 +135,7 @@ def test_zero_is_a_legal_address_everywhere() -> None:
     cache = make_cache()
     assert not cache.table.any()
     assert not cache.pool.data.any()
-    cache.add(5)
+    add(cache, 5)
     assert 0 not in cache.slots(0)
     assert block_bytes(TINY, 4, torch.float32) * 9 == cache.pool.data.nbytes
 
@@ -180,7 +190,7 @@ def test_prefill_read_is_causal_over_its_context(new: int) -> None:
 
 def test_lengths_are_plain_integers_of_the_host() -> None:
     cache = make_cache()
-    cache.add(3)
+    add(cache, 3)
     assert isinstance(cache.lengths, np.ndarray)
     before = cache.decode_addresses()
     cache.grow()

@@ -28,7 +28,7 @@ def exact_model() -> Transformer:
 
 
 def build(**sizes: int) -> Engine:
-    defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 14}
+    defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 14, "max_step_tokens": 64}
     return Engine.build(exact_model(), None, EngineConfig(**(defaults | sizes)))  # type: ignore[arg-type]
 
 
@@ -51,11 +51,12 @@ params = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests arrive, decode, stop, finish and are cancelled in any order, in a pool too small for all."""
+    """Requests arrive, decode, stop, finish, are cancelled and preempted in any order, in a pool too small for all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = build()
+        # Eight blocks: one sequence at full context takes all of them. Nine tokens a step: prompts come in chunks.
+        self.engine = build(num_blocks=9, max_step_tokens=9)
         self.asked: dict[int, tuple[tuple[int, ...], SamplingParams]] = {}
         self.heard: dict[int, list[int]] = {}
         self.done: dict[int, Completion] = {}
@@ -78,6 +79,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.cancel(request_id) == (not ended)
         self.cancelled |= set() if ended else {request_id}
 
+    # Steps within which the oldest request must end: 32 tokens of context, prefilled 6 or more a step while two other
+    # rows decode and again after a preemption (when it was not yet the oldest), and the readback's lag.
+    PATIENCE = 60
+
     def _take(self, events: list[TokenEvent]) -> None:
         for event in events:
             assert event.request_id not in self.done, "an event after the last"
@@ -98,13 +103,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_agree(self) -> None:
-        check_invariants(self.engine.cache)
-        running = self.engine.scheduler.running
-        assert len(running) == self.engine.cache.rows
+        scheduler = self.engine.scheduler
+        check_invariants(self.engine.cache, scheduler.prefill.blocks if scheduler.prefill else ())
+        assert len(scheduler.running) == self.engine.cache.rows
+        line = [request.id for request in scheduler.waiting]
+        assert line == sorted(line), "somebody was overtaken"
+        for row, request in enumerate(scheduler.running):
+            # The newest token is sampled but not written yet.
+            assert self.engine.cache.lengths[row] == len(request.prompt_ids) + request.issued - 1
 
     def teardown(self) -> None:
         while self.engine.has_work:
-            self._take(self.engine.step())
+            oldest = min(self.engine._live, default=None)
+            for _ in range(self.PATIENCE):
+                self._take(self.engine.step())
+            assert oldest is None or oldest in self.done, "the oldest request starves"
         assert set(self.done) == set(self.asked), "a request was lost"
         stats = self.engine.stats()
         assert stats.free_blocks == stats.total_blocks
@@ -113,7 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class TestEngineMachine(EngineMachine.TestCase):
-    settings: ClassVar = settings(max_examples=40, stateful_step_count=20, deadline=None)
+    settings: ClassVar = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])
@@ -227,31 +240,81 @@ def test_closing_a_stream_cancels_the_request() -> None:
 
 
 def test_nobody_overtakes() -> None:
-    engine = build(num_blocks=9)  # eight blocks: the long request needs seven
-    ids = [engine.submit([1] * 6, SamplingParams(max_tokens=9)), engine.submit([2] * 20, SamplingParams(max_tokens=8))]
-    ids.append(engine.submit([3], SamplingParams(max_tokens=1)))
+    engine = build(num_blocks=9)  # eight blocks
+    engine.submit([1] * 10, SamplingParams(max_tokens=9))  # three, and one more kept free for it
+    engine.submit([2] * 20, SamplingParams(max_tokens=8))  # five: does not fit beside it
+    engine.submit([3], SamplingParams(max_tokens=1))
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (1, 2), "the short request must not pass the long one"
     order = []
     while engine.has_work:
-        order += [event.request_id for event in engine.step() if event.completion]
-    assert order.index(ids[0]) == 0
-    assert engine.stats().finished == {"length": 3}
-    waited = Engine.build(exact_model(), None, EngineConfig(max_rows=3, max_context=32, block_size=4, num_blocks=9))
-    waited.submit([1] * 6, SamplingParams(max_tokens=9))
-    waited.submit([2] * 20, SamplingParams(max_tokens=8))
-    waited.submit([3], SamplingParams(max_tokens=1))
-    waited.step()
-    assert (waited.stats().running, waited.stats().waiting) == (1, 2), "the short request must not pass the long one"
+        order += [len(e.completion.prompt_ids) for e in engine.step() if e.completion]
+    assert order == [10, 1, 20]
+    assert engine.stats().preemptions == 0
 
 
-def test_prefill_is_limited_to_its_budget_but_never_to_nothing() -> None:
-    engine = build(max_prefill_tokens=5, num_blocks=30)
-    for prompt in ([1] * 9, [2] * 3, [3] * 2):
-        engine.submit(prompt, SamplingParams(max_tokens=4))
-    prefilled = []
-    for _ in range(2):
+def test_the_youngest_gives_way_and_says_the_same() -> None:
+    engine = build(num_blocks=9)
+    long = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+    batch = [(1, 2, 3, 4, 5, 6), (7, 8, 9), (10, 11)]
+    ids = [engine.submit(prompt, long) for prompt in batch]
+    done: list[int] = []
+    completions = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion:
+                done.append(event.request_id)
+                completions[event.request_id] = tuple(event.completion.token_ids)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.recomputed_tokens > 0
+    assert done[0] == ids[0], "the oldest is never pushed out"
+    assert [completions[i] for i in ids] == [alone(prompt, long)[0] for prompt in batch]
+    assert stats.prefill_tokens >= sum(map(len, batch)) + stats.recomputed_tokens
+
+
+def test_long_prompts_come_in_chunks_while_others_decode() -> None:
+    engine = build(max_step_tokens=5, num_blocks=30)
+    engine.submit([1, 2], SamplingParams(max_tokens=9))
+    engine.step()
+    engine.submit([3] * 14, SamplingParams(max_tokens=2))
+    seen = []
+    for _ in range(4):
+        before = engine.stats()
         engine.step()
-        prefilled.append(engine.stats().prefill_tokens)
-    assert prefilled == [9, 14]
+        after = engine.stats()
+        seen.append((after.prefill_tokens - before.prefill_tokens, after.decode_rows - before.decode_rows))
+    # One of the five tokens a step is the decoding row's: 4 + 4 + 4 + 2 prompt tokens.
+    assert seen == [(4, 1), (4, 1), (4, 1), (2, 1)]
+    assert engine.stats().running == 2
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().prefill_chunks == 5
+
+
+def test_several_prompts_share_a_step() -> None:
+    engine = build(max_step_tokens=9, num_blocks=30)
+    for prompt in ([1] * 4, [2] * 3, [3] * 6):
+        engine.submit(prompt, SamplingParams(max_tokens=4))
+    engine.step()
+    assert engine.stats().prefill_tokens == 9
+    assert engine.cache.rows == 2
+    engine.step()
+    assert engine.stats().prefill_tokens == 13
+    assert engine.cache.rows == 3
+
+
+def test_a_request_is_cancelled_wherever_it_is() -> None:
+    engine = build(max_step_tokens=5, num_blocks=30)
+    decoding, partly, waiting = (engine.submit(prompt) for prompt in ([1], [2] * 20, [3]))
+    engine.step()
+    assert engine.scheduler.prefill is not None
+    for request_id in (waiting, partly, decoding):
+        assert engine.cancel(request_id)
+        assert not engine.cancel(request_id)
+    assert engine.stats().free_blocks == engine.stats().total_blocks
+    assert [event.finish_reason for event in engine.step()] == ["cancelled"] * 3
+    assert not engine.has_work
 
 
 def test_too_little_memory_is_refused_when_the_engine_is_built() -> None:
@@ -261,6 +324,8 @@ def test_too_little_memory_is_refused_when_the_engine_is_built() -> None:
         EngineConfig(memory_fraction=0)
     with pytest.raises(ValueError, match="max_rows: wanted 1 or more, got 0"):
         EngineConfig(max_rows=0)
+    with pytest.raises(ValueError, match=r"max_step_tokens: wanted more than max_rows \(8\).*, got 8"):
+        EngineConfig(max_step_tokens=8)
     engine = Engine.build(exact_model(), None)
     assert engine.cache.max_context == TINY.max_position
     assert engine.stats().total_blocks == 8 * TINY.max_position // 16

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoserve_lab import Engine, EngineConfig, SamplingParams, load_model
 from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
-from nanoserve_lab.cache.paged import PagedCache
+from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import RopeConfig
@@ -106,17 +106,23 @@ def reference_run(reference: Any, prompt: list[int]) -> tuple[Tensor, list[int]]
 
 
 @torch.inference_mode()
-def paged_run(model: Transformer, batch: list[list[int]], forced: list[list[int]]) -> list[Tensor]:
-    """The same logits from one ragged prefill and 20 decode steps of the whole batch, fed the ``forced`` tokens."""
+def paged_run(model: Transformer, batch: list[list[int]], forced: list[list[int]], chunk: int = 64) -> list[Tensor]:
+    """The same logits from a ragged prefill in chunks and 20 decode steps of the whole batch, fed ``forced`` tokens."""
     pool = KVPool(model.config, num_blocks=64, block_size=4, dtype=model.dtype, device="cpu")
     pool.data.fill_(float("nan"))  # nothing may be read that was not written
     cache = PagedCache(pool, max_rows=len(batch), max_context=64)
-    for prompt in batch:
-        cache.add(len(prompt))
-    positions, write_slots, spans = cache.prefill_addresses(range(len(batch)))
-    ids = torch.tensor([token for prompt in batch for token in prompt])
-    logits = model(ids, positions, write_slots, pool.layers, PrefillRead(spans))
-    rows = [[logits[span.start : span.stop]] for span in spans]
+    blocks = [cache.reserve(len(prompt)) for prompt in batch]
+    rows: list[list[Tensor]] = [[] for _ in batch]
+    for start in range(0, max(map(len, batch)), chunk):
+        parts = [(i, start, min(start + chunk, len(prompt))) for i, prompt in enumerate(batch) if start < len(prompt)]
+        chunks = [PrefillChunk(blocks[i], start, stop) for i, start, stop in parts]
+        positions, write_slots, spans = cache.prefill_addresses(chunks)
+        ids = torch.tensor([token for i, start, stop in parts for token in batch[i][start:stop]])
+        logits = model(ids, positions, write_slots, pool.layers, PrefillRead(spans))
+        for (i, _, _), span in zip(parts, spans, strict=True):
+            rows[i].append(logits[span.start : span.stop])
+    for prompt, owned in zip(batch, blocks, strict=True):
+        cache.add(owned, len(prompt))
     for step in range(STEPS):
         cache.grow()
         addresses = cache.decode_addresses()
@@ -140,8 +146,9 @@ def test_logits_and_greedy_text_equal_transformers(pair: tuple[Any, Transformer]
     forced = [tokens for _, tokens in runs]
     for prompt, (logits, tokens) in zip(batch, runs, strict=True):
         assert_close(paged_run(model, [prompt], [tokens])[0], logits)
-    for ours, (logits, _) in zip(paged_run(model, batch, forced), runs, strict=True):
-        assert_close(ours, logits)
+    for chunk in (64, 5):
+        for ours, (logits, _) in zip(paged_run(model, batch, forced, chunk), runs, strict=True):
+            assert_close(ours, logits)
     engine = Engine.build(model, None, EngineConfig(max_rows=3, max_context=64, block_size=4))
     completions = engine.generate(batch, SamplingParams(max_tokens=STEPS))
     assert [c.token_ids for c in completions] == forced
@@ -151,8 +158,7 @@ def test_logits_can_be_asked_for_at_some_tokens_only(pair: tuple[Any, Transforme
     _, model = pair
     pool = KVPool(model.config, num_blocks=8, block_size=4, dtype=model.dtype, device="cpu")
     cache = PagedCache(pool, max_rows=1, max_context=16)
-    cache.add(6)
-    positions, write_slots, spans = cache.prefill_addresses(range(1))
+    positions, write_slots, spans = cache.prefill_addresses([PrefillChunk(cache.reserve(6), 0, 6)])
     ids = torch.arange(6)
     with torch.inference_mode():
         every = model(ids, positions, write_slots, pool.layers, PrefillRead(spans))

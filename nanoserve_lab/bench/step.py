@@ -29,7 +29,7 @@ def decoding_engine(model: Transformer, rows: int = 1, context: int = 128, steps
     """An engine in the middle of decoding ``rows`` sequences of ``context`` tokens, with ``steps`` steps left."""
     blocks = rows * (-(-(context + steps) // 16)) + 1
     config = EngineConfig(
-        max_rows=rows, max_context=context + steps, num_blocks=blocks, max_prefill_tokens=rows * context
+        max_rows=rows, max_context=context + steps, num_blocks=blocks, max_step_tokens=rows * context + rows
     )
     engine = Engine.build(model, None, config)
     for row in range(rows):

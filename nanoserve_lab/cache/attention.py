@@ -80,15 +80,26 @@ class PrefillRead:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
+        # None stands for the plain triangle of a whole context; a later chunk sees all that came before it too.
+        self._masks = [_causal(span) if span.slots.shape[0] > span.stop - span.start else None for span in spans]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return torch.cat([self._one(span, q, k, v, keys, values) for span in self.spans])
+        return torch.cat(
+            [self._one(span, mask, q, k, v, keys, values) for span, mask in zip(self.spans, self._masks, strict=True)]
+        )
 
     @staticmethod
-    def _one(span: Span, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        rows = slice(span.start, span.stop)
-        if span.slots.shape[0] != span.stop - span.start:
-            return paged_attention_reference(q[rows], keys, values, span.slots)
-        q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def _one(span: Span, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q, k, v = (x[span.start : span.stop] for x in (q, k, v))
+        if mask is not None:
+            k, v = keys[span.slots], values[span.slots]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
+
+
+def _causal(span: Span) -> Tensor:
+    """``[tokens, context]`` bool: query ``i`` of the span sees the positions up to ``context - tokens + i``."""
+    tokens, context = span.stop - span.start, span.slots.shape[0]
+    seen = torch.ones(tokens, context, dtype=torch.bool, device=span.slots.device)
+    return seen.tril(context - tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +29,17 @@ class DecodeAddresses(NamedTuple):
     context_lens: Tensor
 
 
+class PrefillChunk(NamedTuple):
+    """Tokens ``start .. stop - 1`` of a sequence that owns ``blocks``; its K and V before ``start`` are written."""
+
+    blocks: list[int]
+    start: int
+    stop: int
+
+
 class PrefillAddresses(NamedTuple):
     """What a ragged prefill needs beside the token ids: ``positions`` and ``write_slots`` ``[tokens]`` int64 and a
-    `Span` a sequence."""
+    `Span` a chunk."""
 
     positions: Tensor
     write_slots: Tensor
@@ -56,24 +65,37 @@ class PagedCache:
         blocks: list[int] = self.table[row, : self.pool.blocks_for(int(self.lengths[row]))].tolist()
         return blocks
 
-    def add(self, tokens: int) -> int:
-        """A new last row with room for ``tokens`` tokens; its index.
+    def reserve(self, tokens: int) -> list[int]:
+        """Blocks for a sequence of ``tokens`` tokens that is not in a row yet.
 
-        Raises `OutOfBlocks` where the pool has not enough blocks, and `ValueError` where all rows are taken or the
-        tokens exceed ``max_context``; nothing is changed then.
+        Raises `OutOfBlocks`, taking none, where the pool has not enough.
+        """
+        return self.pool.allocator.take(self.pool.blocks_for(tokens))
+
+    def add(self, blocks: list[int], tokens: int) -> int:
+        """Put a prefilled sequence of ``tokens`` tokens, which owns ``blocks``, into a new last row; its index.
+
+        Raises `ValueError`, changing nothing, where all rows are taken or the tokens exceed ``max_context``.
         """
         if self.rows == self.max_rows:
             raise ValueError(f"all {self.max_rows} rows are taken")
         self._check_context(tokens)
         row = self.rows
-        blocks = self.pool.allocator.take(self.pool.blocks_for(tokens))
         self.table[row, : len(blocks)] = blocks
         self.lengths[row] = tokens
         self.rows += 1
         return row
 
+    def blocks_to_grow(self) -> int:
+        """How many new blocks `grow` would take."""
+        return int(np.count_nonzero(self.lengths[: self.rows] % self.pool.block_size == 0))
+
     def grow(self) -> None:
-        """Room for one more token in every row. Raises as `add` does, before anything is changed."""
+        """Room for one more token in every row.
+
+        Raises, changing nothing, `OutOfBlocks` where the pool has not enough blocks and `ValueError` where a row is at
+        ``max_context``.
+        """
         lengths = self.lengths[: self.rows]
         self._check_context(int(lengths.max(initial=0)) + 1)
         full = np.flatnonzero(lengths % self.pool.block_size == 0)
@@ -92,18 +114,22 @@ class PagedCache:
 
     def slots(self, row: int) -> IntArray:
         """The slots of the row's tokens in order, ``[length]``."""
-        blocks = self.table[row, : self.pool.blocks_for(int(self.lengths[row]))]
-        return (blocks[:, None] * self.pool.block_size + self._offsets).reshape(-1)[: self.lengths[row]]
+        return self._slots(self.table[row], int(self.lengths[row]))
 
-    def prefill_addresses(self, rows: range) -> PrefillAddresses:
-        """Addresses for all tokens of the new ``rows``, side by side in order of row."""
-        spans, positions, start = [], [], 0
-        for row in rows:
-            slots = self._tensor(self.slots(row))
-            spans.append(Span(start, start + len(slots), slots))
-            positions.append(torch.arange(len(slots), device=slots.device))
-            start += len(slots)
-        return PrefillAddresses(torch.cat(positions), torch.cat([span.slots for span in spans]), spans)
+    def _slots(self, blocks: IntArray, tokens: int) -> IntArray:
+        blocks = blocks[: self.pool.blocks_for(tokens)]
+        return (blocks[:, None] * self.pool.block_size + self._offsets).reshape(-1)[:tokens]
+
+    def prefill_addresses(self, chunks: Sequence[PrefillChunk]) -> PrefillAddresses:
+        """Addresses for the tokens of ``chunks``, side by side."""
+        spans, positions, writes, at = [], [], [], 0
+        for blocks, start, stop in chunks:
+            slots = self._slots(np.array(blocks), stop)
+            spans.append(Span(at, at + stop - start, self._tensor(slots)))
+            positions.append(np.arange(start, stop))
+            writes.append(slots[start:])
+            at += stop - start
+        return PrefillAddresses(self._tensor(np.concatenate(positions)), self._tensor(np.concatenate(writes)), spans)
 
     def decode_addresses(self) -> DecodeAddresses:
         """Addresses for one new token in every row, after `grow`.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
-from nanoserve_lab.cache.paged import PagedCache
+from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
 from nanoserve_lab.device import free_memory
 from nanoserve_lab.engine.deferred import DeferredReadback
 from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.engine.sampling import Sampler
-from nanoserve_lab.engine.scheduler import Scheduler
+from nanoserve_lab.engine.scheduler import Prefill, Scheduler
 from nanoserve_lab.model.tokenizer import Tokenizer
 from nanoserve_lab.model.transformer import Transformer
 
@@ -29,9 +29,9 @@ class EngineConfig:
 
     ``max_rows`` sequences decode together; a sequence holds at most ``max_context`` tokens (None: what the model was
     trained for). The K/V pool has ``num_blocks`` blocks of ``block_size`` tokens, the sink included; None takes what
-    all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step prefills at
-    most ``max_prefill_tokens`` prompt tokens (one prompt at least), and a sampled token is read back
-    ``readback_lag`` steps later.
+    all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step computes at
+    most ``max_step_tokens`` tokens: one for each decoding row, and the rest of prompts, long ones in chunks. A sampled
+    token is read back ``readback_lag`` steps later.
     """
 
     max_rows: int = 8
@@ -39,14 +39,19 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float = 0.5
-    max_prefill_tokens: int = 2048
+    max_step_tokens: int = 1024
     readback_lag: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "max_context", "block_size", "max_prefill_tokens"):
+        for name in ("max_rows", "max_context", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: wanted 1 or more, got {value}")
+        if self.max_step_tokens <= self.max_rows:
+            raise ValueError(
+                f"max_step_tokens: wanted more than max_rows ({self.max_rows}), so that a step of full rows still "
+                f"prefills, got {self.max_step_tokens}"
+            )
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction: wanted above 0 and at most 1, got {self.memory_fraction}")
 
@@ -55,8 +60,10 @@ class EngineConfig:
 class EngineStats:
     """Counts since the engine was built, and its state now.
 
-    ``overshoot_tokens`` were decoded after a stop that the host had not read yet, and thrown away; ``decode_rows``
-    is the sum of the rows over all decode steps.
+    ``finished`` counts by reason, cancelled requests among them. ``prefill_tokens`` counts the tokens of all prompts
+    and chunks (``prefill_chunks``), ``recomputed_tokens`` those of them that had been computed before a
+    ``preemption``. ``decode_rows`` is the sum of the rows over all decode steps, and ``overshoot_tokens`` were decoded
+    after a stop that the host had not read yet, and thrown away.
     """
 
     waiting: int
@@ -67,6 +74,9 @@ class EngineStats:
     finished: dict[str, int]
     steps: int
     prefill_tokens: int
+    prefill_chunks: int
+    preemptions: int
+    recomputed_tokens: int
     decode_steps: int
     decode_rows: int
     overshoot_tokens: int
@@ -79,7 +89,7 @@ class Engine:
         self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, cache: PagedCache
     ) -> None:
         self.model, self.tokenizer, self.config, self.cache = model, tokenizer, config, cache
-        self.scheduler = Scheduler(cache, config.max_prefill_tokens)
+        self.scheduler = Scheduler(cache, config.max_step_tokens)
         self.readback = DeferredReadback(config.readback_lag, config.max_rows, model.device)
         # The last token of each running row, still on the device: the next step's input.
         self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
@@ -129,17 +139,14 @@ class Engine:
         request = self._live.get(request_id)
         if request is None:
             return False
-        if request in self.scheduler.running:
-            self._retire(self.scheduler.running.index(request))
-        elif request in self.scheduler.waiting:
-            self.scheduler.waiting.remove(request)
+        self._release(request)
         self._tell(request.cancel())
         return True
 
     @property
     def has_work(self) -> bool:
         """Whether another ``step`` has anything to do or to tell."""
-        return bool(self.scheduler.waiting or self.scheduler.running or len(self.readback) or self._events)
+        return bool(self._live or len(self.readback) or self._events)
 
     def step(self) -> list[TokenEvent]:
         """Decode one token in every running row, admit and prefill who fits, and tell of the tokens that are due."""
@@ -151,11 +158,12 @@ class Engine:
     def _advance(self) -> None:
         self._counts["steps"] += 1
         scheduler = self.scheduler
+        if scheduler.running:
+            self._make_room()
         tokens = [self._decode()] if scheduler.running else []
-        if new_rows := scheduler.admit():
-            tokens.append(self._prefill(new_rows))
-            self._sampler = None
-        if tokens:
+        if chunks := scheduler.chunks():
+            tokens.append(self._prefill(chunks))
+        if scheduler.running:
             self._tokens = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
             self.readback.push(self._tokens, tuple(scheduler.running))
             self._retire_complete()
@@ -177,16 +185,51 @@ class Engine:
         read = DecodeRead(slot_mapping, context_lens)
         return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.cache.pool.layers, read)
 
-    def _prefill(self, rows: range) -> Tensor:
-        """The first token of each new row, ``[len(rows)]``."""
-        requests = self.scheduler.running[rows.start : rows.stop]
-        positions, write_slots, spans = self.cache.prefill_addresses(rows)
+    def _prefill(self, chunks: Sequence[tuple[Prefill, PrefillChunk]]) -> Tensor:
+        """The first token of each request whose prompt is complete now, ``[requests]``; they are in rows then."""
         device = self.model.device
-        input_ids = torch.tensor([token for request in requests for token in request.prompt_ids], device=device)
-        last = torch.tensor([span.stop - 1 for span in spans], device=device)
+        positions, write_slots, spans = self.cache.prefill_addresses([chunk for _, chunk in chunks])
+        ids = [token for prefill, chunk in chunks for token in prefill.token_ids[chunk.start : chunk.stop]]
+        complete = [i for i, (prefill, chunk) in enumerate(chunks) if chunk.stop == len(prefill.token_ids)]
+        last = torch.tensor([spans[i].stop - 1 for i in complete], dtype=torch.int64, device=device)
+        input_ids = torch.tensor(ids, device=device)
         logits = self.model(input_ids, positions, write_slots, self.cache.pool.layers, PrefillRead(spans), last)
-        self._counts["prefill_tokens"] += len(input_ids)
-        return Sampler(requests, device)(logits)
+        self._counts["prefill_tokens"] += len(ids)
+        self._counts["prefill_chunks"] += len(chunks)
+        for i in complete:
+            self.scheduler.start(chunks[i][0])
+            self._sampler = None
+        return Sampler([chunks[i][0].request for i in complete], device)(logits)
+
+    def _make_room(self) -> None:
+        """See that every running row can grow by one token, pushing out the youngest requests where it cannot."""
+        if self.cache.blocks_to_grow() <= self.cache.pool.allocator.num_free:
+            return
+        # A request is prefilled again from the tokens that the host knows, so those on their way come home first;
+        # a stop among them may free the blocks that are missing.
+        self._read_back(drain=True)
+        while self.cache.blocks_to_grow() > self.cache.pool.allocator.num_free:
+            request = self.scheduler.youngest()
+            self._counts["preemptions"] += 1
+            self._counts["recomputed_tokens"] += self._release(request)
+            self.scheduler.requeue(request)
+
+    @torch.inference_mode()
+    def _release(self, request: Request) -> int:
+        """Take ``request`` from wherever it is; the number of tokens whose K and V are lost with it."""
+        scheduler = self.scheduler
+        if request in scheduler.running:
+            row = scheduler.running.index(request)
+            lost = int(self.cache.lengths[row])
+            self._retire(row)
+            return lost
+        if scheduler.prefill is not None and scheduler.prefill.request is request:
+            lost = scheduler.prefill.done
+            scheduler.abandon_prefill()
+            return lost
+        if request in scheduler.waiting:
+            scheduler.waiting.remove(request)
+        return 0
 
     def _retire_complete(self) -> None:
         """Count the tokens just sampled; a row that has all of its own leaves before the host has read them."""
@@ -210,8 +253,8 @@ class Engine:
                 self._counts["overshoot_tokens"] += 1
                 continue
             self._tell(request.accept(token))
-            if request.finish_reason is not None and request in self.scheduler.running:
-                self._retire(self.scheduler.running.index(request))
+            if request.finish_reason is not None:
+                self._release(request)
 
     def _tell(self, event: TokenEvent) -> None:
         self._events.append(event)
@@ -271,13 +314,16 @@ class Engine:
         counts = self._counts
         return EngineStats(
             waiting=len(self.scheduler.waiting),
-            running=len(self.scheduler.running),
+            running=len(self.scheduler.running) + (self.scheduler.prefill is not None),
             free_blocks=allocator.num_free,
             total_blocks=allocator.capacity,
             submitted=counts["submitted"],
             finished=dict(self._finished),
             steps=counts["steps"],
             prefill_tokens=counts["prefill_tokens"],
+            prefill_chunks=counts["prefill_chunks"],
+            preemptions=counts["preemptions"],
+            recomputed_tokens=counts["recomputed_tokens"],
             decode_steps=counts["decode_steps"],
             decode_rows=counts["decode_rows"],
             overshoot_tokens=counts["overshoot_tokens"],
