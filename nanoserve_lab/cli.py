@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,13 +25,16 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from nanoserve_lab import Engine, SamplingParams
-    from nanoserve_lab.engine import TokenEvent
     from nanoserve_lab.model.tokenizer import Tokenizer
 
 FIRST_LESSON = "00_decode_step.ipynb"
 
 #: The bench modules under ``nanoserve_lab/bench`` and what each measures. Their ``run`` becomes the command.
 BENCHES: dict[str, str] = {
+    "decode": "A decode step's time beside transformers and the memory's speed, by rows, context and dtype.",
+    "host": "The time of a step outside the forward, on a tiny model, by rows.",
+    "prefill": "Time to the first token beside transformers, and the memory that loading and prefilling takes.",
+    "soak": "Random arrivals and cancellations for some minutes: nothing lost, memory flat.",
     "step": "One decode step taken apart: its operations, their time and bytes, and this machine's bandwidth.",
 }
 
@@ -225,7 +228,7 @@ def stream_reply(
     """Prints the reply to the conversation ``turn`` as it comes and returns what was printed."""
     pieces = []
     with hold_interrupts(interactive) as interrupted:
-        stream = cast("Generator[TokenEvent]", engine.stream(tokenizer.encode_chat(turn), params))
+        stream = engine.stream(tokenizer.encode_chat(turn), params)
         for event in stream:
             print(event.text, end="", flush=True)
             pieces.append(event.text)

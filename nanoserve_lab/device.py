@@ -10,9 +10,12 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 def default_device() -> torch.device:
@@ -36,15 +39,30 @@ def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**63
 
 
-def read_bandwidth(device: torch.device | str, megabytes: int = 256, repeats: int = 7) -> float:
-    """Bytes per second that ``device`` reads in a large fp32 matrix-vector product, the median of ``repeats`` runs.
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of ``values`` on ``device`` that the host does not wait for.
+
+    On the CPU too it is a copy: a step's tensors never share storage with the tables that the next step changes.
+    """
+    host = torch.from_numpy(values)
+    if device.type == "cuda":
+        # From pageable memory the copy would first wait for everything that is queued on the device.
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device, copy=True)
+
+
+def read_bandwidth(
+    device: torch.device | str, megabytes: int = 256, repeats: int = 7, dtype: torch.dtype = torch.float32
+) -> float:
+    """Bytes per second that ``device`` reads in a large matrix-vector product of ``dtype``, the median of ``repeats``
+    runs.
 
     A decode step of one row is made of such products, so this is the speed that its weights can be read at.
     """
     device = torch.device(device)
     columns = 4096
-    matrix = torch.ones(megabytes * 2**20 // (4 * columns), columns, device=device)
-    vector = torch.ones(columns, device=device)
+    matrix = torch.ones(megabytes * 2**20 // (dtype.itemsize * columns), columns, dtype=dtype, device=device)
+    vector = torch.ones(columns, dtype=dtype, device=device)
     times = []
     for _ in range(repeats + 2):
         _synchronize(device)
@@ -52,7 +70,7 @@ def read_bandwidth(device: torch.device | str, megabytes: int = 256, repeats: in
         torch.mv(matrix, vector)
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return matrix.numel() * 4 / statistics.median(times[2:])
+    return matrix.nbytes / statistics.median(times[2:])
 
 
 def _synchronize(device: torch.device) -> None:

@@ -123,7 +123,7 @@ class StepTrace:
             return
         fresh = {_storage(t) for t in outputs} - known
         self.allocations += len(fresh)
-        if name.startswith(("empty", "new_empty", "detach")):
+        if name.startswith(("empty", "new_empty", "detach", "_pin_memory", "is_pinned")):
             return
         if not fresh and not func._schema.is_mutable:
             self.views += 1

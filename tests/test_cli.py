@@ -107,6 +107,7 @@ def test_chat_in_a_terminal(default_model_folder: Path, tmp_path: Path) -> None:
         child.expect(r"a king\.\r\n(\w+[ ,.]+){4}")
         child.sendintr()
         child.expect(r"Stopped\.")
+        assert len(child.before.split()) < 100, "the reply went on to its end"
         child.expect("> ")
         child.sendline("7" * 300)
         child.expect("RequestRefused: prompt: ")
@@ -187,6 +188,7 @@ def test_every_bench_is_a_command() -> None:
         done = run("bench", name, "--help")
         assert done.exit_code == 0, done.output
         assert f"bench {name} [OPTIONS]" in done.stdout
+        assert "--out" in done.stdout
     assert run("bench", "no_such_bench").exit_code == 2
 
 

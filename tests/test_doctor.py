@@ -78,6 +78,7 @@ def test_without_anything(tmp_path: Path) -> None:
     assert {checks[name]["status"] for name in warned} == {"warn"}
     assert all(check["hint"] for check in checks.values() if check["status"] != "ok")
     assert checks["torch"]["found"] == "not installed"
+    assert checks["C++ compiler"]["found"] == "none"
     assert (checks["GPU"]["status"], checks["GPU"]["found"]) == ("ok", "none")
     assert not (tmp_path / "cache").exists()
 

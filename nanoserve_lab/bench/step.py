@@ -27,14 +27,22 @@ COMMAND = "nanoserve-lab bench step"
 
 def decoding_engine(model: Transformer, rows: int = 1, context: int = 128, steps: int = 64) -> Engine:
     """An engine in the middle of decoding ``rows`` sequences of ``context`` tokens, with ``steps`` steps left."""
-    blocks = rows * (-(-(context + steps) // 16)) + 1
+    prompts = [[(7 * row + 3 * i) % model.config.vocab_size for i in range(context)] for row in range(rows)]
+    return engine_after_prefill(model, prompts, steps)
+
+
+def engine_after_prefill(model: Transformer, prompts: Sequence[Sequence[int]], tokens: int) -> Engine:
+    """An engine that has prefilled ``prompts`` in one step and sampled the first of ``tokens`` tokens for each."""
+    rows, longest = len(prompts), max(map(len, prompts))
     config = EngineConfig(
-        max_rows=rows, max_context=context + steps, num_blocks=blocks, max_step_tokens=rows * context + rows
+        max_rows=rows,
+        max_context=longest + tokens,
+        num_blocks=rows * (-(-(longest + tokens) // 16) + 1) + 1,  # one spare a row for admission, and the sink
+        max_step_tokens=sum(map(len, prompts)) + rows,
     )
     engine = Engine.build(model, None, config)
-    for row in range(rows):
-        prompt = [(7 * row + 3 * i) % model.config.vocab_size for i in range(context)]
-        engine.submit(prompt, SamplingParams(max_tokens=steps))
+    for prompt in prompts:
+        engine.submit(prompt, SamplingParams(max_tokens=tokens))
     engine.step()
     return engine
 
@@ -156,7 +164,7 @@ def two_rows(stop_after: int = 3, max_tokens: int = 7, lag: int = 2) -> Engine:
     return engine
 
 
-def run(out: Path = Path("data"), rows: int = 1, context: int = 128, model: str | None = None) -> list[Path]:
+def run(out: Path = Path("data"), rows: int = 2, context: int = 128, model: str | None = None) -> list[Path]:
     """Take one decode step apart and write decode-step.csv, decode-floor.csv and deferred-readback.csv to OUT."""
     device = default_device()
     transformer, _ = load_model(model, device, torch.float32)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import Span
 from nanoserve_lab.cache.pool import KVPool
+from nanoserve_lab.device import upload
 
 IntArray = NDArray[np.int64]
 
@@ -153,5 +153,4 @@ class PagedCache:
             raise ValueError(f"a sequence of {tokens} tokens exceeds the maximum context of {self.max_context}")
 
     def _tensor(self, values: IntArray) -> Tensor:
-        # A copy, on the CPU too: a step's tensors never share storage with the tables that the next step changes.
-        return torch.from_numpy(values).to(self.pool.data.device, copy=True)
+        return upload(values, self.pool.data.device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,12 +78,23 @@ class KVPool:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         shape = (config.num_layers, 2, num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        self.data: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.data: Tensor = _zeros(shape, dtype, torch.device(device))
         self.layers = [(layer[0], layer[1]) for layer in self.data]
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros come from calloc: a page of the pool becomes memory when it is first used. torch.zeros would write
+    # gigabytes here.
+    size, line = math.prod(shape) * dtype.itemsize, 64
+    raw = torch.from_numpy(np.zeros(size + line, dtype=np.uint8))
+    start = -raw.data_ptr() % line
+    return raw[start : start + size].view(dtype).view(shape)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
 from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
-from nanoserve_lab.device import free_memory
+from nanoserve_lab.device import free_memory, upload
 from nanoserve_lab.engine.deferred import DeferredReadback
 from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.engine.sampling import Sampler
@@ -191,8 +192,8 @@ class Engine:
         positions, write_slots, spans = self.cache.prefill_addresses([chunk for _, chunk in chunks])
         ids = [token for prefill, chunk in chunks for token in prefill.token_ids[chunk.start : chunk.stop]]
         complete = [i for i, (prefill, chunk) in enumerate(chunks) if chunk.stop == len(prefill.token_ids)]
-        last = torch.tensor([spans[i].stop - 1 for i in complete], dtype=torch.int64, device=device)
-        input_ids = torch.tensor(ids, device=device)
+        last = upload(np.array([spans[i].stop - 1 for i in complete], dtype=np.int64), device)
+        input_ids = upload(np.array(ids), device)
         logits = self.model(input_ids, positions, write_slots, self.cache.pool.layers, PrefillRead(spans), last)
         self._counts["prefill_tokens"] += len(ids)
         self._counts["prefill_chunks"] += len(chunks)
@@ -285,12 +286,12 @@ class Engine:
             raise
         return [completion for i in ids if (completion := done[i]) is not None]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TokenEvent, None, None]:
         """The events of one prompt as they come. Closing the iterator cancels the request."""
         request_id = self.submit(prompt, params)
         return self._stream(request_id)
 
-    def _stream(self, request_id: int) -> Iterator[TokenEvent]:
+    def _stream(self, request_id: int) -> Generator[TokenEvent, None, None]:
         try:
             yield from self._run({request_id})
         finally:

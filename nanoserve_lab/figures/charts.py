@@ -96,6 +96,11 @@ def _bars(axes: Axes, rows: np.ndarray, values: pd.Series, labels: list[str], co
     axes.locator_params(axis="x", nbins=4)
 
 
+def milliseconds(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _limits(frame: pd.DataFrame, name: str) -> tuple[float, float, float, float]:
     require(frame, BYTES_COLUMNS, name)
     if len(frame) != 1:
@@ -112,9 +117,9 @@ def _bandwidth_alt(frame: pd.DataFrame) -> str:
     size, host_ms, bandwidth, step_ms = _limits(frame, "bytes_against_bandwidth")
     return (
         f"Time of one decode step against memory bandwidth, both axes logarithmic. A falling line, the time to read "
-        f"{size / 1e6:.4g} MB, meets a level line, {host_ms:.3g} ms that the host needs to issue "
+        f"{size / 1e6:.4g} MB, meets a level line, {milliseconds(host_ms)} ms that the host needs to issue "
         f"{int(frame['launches'].iloc[0])} launches, at {size / host_ms / 1e6:.3g} GB/s: left of it a step is bound by "
-        f"memory, right of it by launches. The measured step, {step_ms:.3g} ms, is marked at this machine's "
+        f"memory, right of it by launches. The measured step, {milliseconds(step_ms)} ms, is marked at this machine's "
         f"{bandwidth:.3g} GB/s."
     )
 
@@ -152,12 +157,12 @@ def bytes_against_bandwidth(picture: Picture, frame: pd.DataFrame, palette: Pale
     points = [*zip(x, memory_ms, strict=True), *((value, host_ms) for value in x), (bandwidth, step_ms)]
     labels = Labels(axes, points)
     axes.plot([bandwidth], [step_ms], marker="D", ms=8, color=palette.ink)
-    text = f"measured: {step_ms:.3g} ms at {bandwidth:.3g} GB/s"
+    text = f"measured: {milliseconds(step_ms)} ms at {bandwidth:.3g} GB/s"
     labels.add(text, [(bandwidth, step_ms)], color=palette.ink, weight="bold")
     if BANDWIDTHS[0] < crossing < BANDWIDTHS[1]:
         axes.plot([crossing], [host_ms], marker="o", ms=8, mfc=palette.paper, mec=palette.ink, mew=1.6)
         labels.add(f"equal at {crossing:.3g} GB/s", [(crossing, host_ms)], color=palette.ink)
-    text = f"the host issues {int(frame['launches'].iloc[0])} launches: {host_ms:.3g} ms"
+    text = f"the host issues {int(frame['launches'].iloc[0])} launches: {milliseconds(host_ms)} ms"
     labels.add(text, [(value, host_ms) for value in x[::-8]], color=palette.warn)
     labels.add(f"reading {size / 1e6:.4g} MB", [*zip(x[150::-4], memory_ms[150::-4], strict=True)], palette.accent)
     axes.set_xlabel("memory bandwidth, GB/s")
@@ -268,7 +273,7 @@ def deferred_readback(picture: Picture, frame: pd.DataFrame, palette: Palette) -
     )
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set(xlim=(first - 0.6, last + 0.6), ylim=(-0.25, 3.65), xlabel="decode step")
+    axes.set(xlim=(first - 0.6, last + 0.6), ylim=(-0.25, 3.65), xlabel="step of the engine (0 is the prefill)")
     stride = max(1, math.ceil((last - first + 1) / 16))
     axes.set_xticks(range(first, last + 1, stride))
     if not all(token.kept for token in tokens):
