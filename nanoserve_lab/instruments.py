@@ -37,7 +37,7 @@ SYNC_METHODS = frozenset(
 )  # fmt: skip
 
 _KINDS = {
-    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm"),
+    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm", "mkldnn::_linear_pointwise"),
     "attention": ("bmm", "_softmax", "scaled_dot_product_attention"),
     "norm": ("rms_norm", "native_layer_norm"),
     "index": ("index", "index_select", "index_copy_", "index_put_", "gather", "scatter", "embedding"),
@@ -200,12 +200,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    # oneDNN's packed weights have no storage; they are who they are.
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     # A broadcast tensor is read once: no more than its storage holds.
-    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
+    return sum(t.nbytes if t.is_mkldnn else min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def _traffic(name: str, mutates: bool, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int]:

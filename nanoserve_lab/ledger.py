@@ -13,10 +13,10 @@ from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.model.tiny import tiny_model
 
-_SIZES = {"max_rows": 2, "max_context": 32, "block_size": 4}
+_SIZES = EngineConfig(max_rows=2, max_context=32, block_size=4, optimize_cpu=False)
 #: The engine that each lesson leaves behind.
 LESSONS: dict[str, EngineConfig] = {
-    "00_decode_step": EngineConfig(**_SIZES),
+    "00_decode_step": _SIZES,
 }
 
 

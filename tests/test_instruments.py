@@ -11,7 +11,9 @@ from nanoserve_lab.model.tiny import TINY, tiny_model
 
 
 def traced_decode_step() -> StepTrace:
-    engine = Engine.build(tiny_model(), None, EngineConfig(max_rows=2, block_size=4, max_context=32))
+    engine = Engine.build(
+        tiny_model(), None, EngineConfig(max_rows=2, block_size=4, max_context=32, optimize_cpu=False)
+    )
     for prompt in ([1, 2, 3], [4, 5]):
         engine.submit(prompt, SamplingParams(max_tokens=8))
     engine.step()
@@ -54,6 +56,23 @@ def test_modules_are_named() -> None:
         "norm",
     }
     assert frame.order.tolist() == list(range(len(frame)))
+
+
+def test_the_optimized_step_is_counted_too() -> None:
+    engine = Engine.build(tiny_model(), None, EngineConfig(max_rows=2, block_size=4, max_context=32))
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.submit(prompt, SamplingParams(max_tokens=8))
+    engine.step()
+    with StepTrace() as trace:
+        engine.step()
+    plain = traced_decode_step()
+    assert len(trace.launches) < len(plain.launches)
+    assert trace.syncs == []
+    frames = [t.frame() for t in (trace, plain)]
+    counts = [(frame.kind == "matmul").sum() for frame in frames]
+    read = [frame[frame.kind == "matmul"].bytes_read.sum() for frame in frames]
+    assert counts[0] == counts[1]
+    assert read[0] == read[1]
 
 
 def test_views_and_allocations() -> None:

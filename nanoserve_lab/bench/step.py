@@ -26,21 +26,28 @@ COMMAND = "nanoserve-lab bench step"
 
 
 def decoding_engine(model: Transformer, rows: int = 1, context: int = 128, steps: int = 64) -> Engine:
-    """An engine in the middle of decoding ``rows`` sequences of ``context`` tokens, with ``steps`` steps left."""
+    """A plain engine in the middle of decoding ``rows`` sequences of ``context`` tokens, ``steps`` steps left."""
     prompts = [[(7 * row + 3 * i) % model.config.vocab_size for i in range(context)] for row in range(rows)]
-    return engine_after_prefill(model, prompts, steps)
+    return engine_after_prefill(model, prompts, steps, optimize_cpu=False)
 
 
-def engine_after_prefill(model: Transformer, prompts: Sequence[Sequence[int]], tokens: int) -> Engine:
-    """An engine that has prefilled ``prompts`` in one step and sampled the first of ``tokens`` tokens for each."""
-    rows, longest = len(prompts), max(map(len, prompts))
+def engine_with_room(model: Transformer, rows: int, context: int, tokens: int, optimize_cpu: bool = True) -> Engine:
+    """An engine that takes ``rows`` prompts of ``context`` tokens in one step, and ``tokens`` more for each later."""
     config = EngineConfig(
         max_rows=rows,
-        max_context=longest + tokens,
-        num_blocks=rows * (-(-(longest + tokens) // 16) + 1) + 1,  # one spare a row for admission, and the sink
-        max_step_tokens=sum(map(len, prompts)) + rows,
+        max_context=context + tokens,
+        num_blocks=rows * (-(-(context + tokens) // 16) + 1) + 1,  # one spare a row for admission, and the sink
+        max_step_tokens=rows * (context + 1),
+        optimize_cpu=optimize_cpu,
     )
-    engine = Engine.build(model, None, config)
+    return Engine.build(model, None, config)
+
+
+def engine_after_prefill(
+    model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, optimize_cpu: bool = True
+) -> Engine:
+    """An engine that has prefilled ``prompts`` in one step and sampled the first of ``tokens`` tokens for each."""
+    engine = engine_with_room(model, len(prompts), max(map(len, prompts)), tokens, optimize_cpu)
     for prompt in prompts:
         engine.submit(prompt, SamplingParams(max_tokens=tokens))
     engine.step()
@@ -155,7 +162,7 @@ def readback_timeline(engine: Engine) -> pd.DataFrame:
 
 def two_rows(stop_after: int = 3, max_tokens: int = 7, lag: int = 2) -> Engine:
     """The tiny engine with two requests submitted; the first meets a stop token as its ``stop_after``-th."""
-    config = EngineConfig(max_rows=2, max_context=32, block_size=4, readback_lag=lag)
+    config = EngineConfig(max_rows=2, max_context=32, block_size=4, readback_lag=lag, optimize_cpu=False)
     model = tiny_model()
     first = Engine.build(model, None, config).generate([[1, 2, 3]], SamplingParams(max_tokens=stop_after))[0]
     engine = Engine.build(model, None, config)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
+from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
 from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
 from nanoserve_lab.device import free_memory, upload
@@ -18,8 +19,9 @@ from nanoserve_lab.engine.deferred import DeferredReadback
 from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.engine.sampling import Sampler
 from nanoserve_lab.engine.scheduler import Prefill, Scheduler
+from nanoserve_lab.model.packing import can_pack, packed_model
 from nanoserve_lab.model.tokenizer import Tokenizer
-from nanoserve_lab.model.transformer import Transformer
+from nanoserve_lab.model.transformer import Read, Transformer
 
 Prompt = str | Sequence[int]
 
@@ -32,7 +34,8 @@ class EngineConfig:
     trained for). The K/V pool has ``num_blocks`` blocks of ``block_size`` tokens, the sink included; None takes what
     all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step computes at
     most ``max_step_tokens`` tokens: one for each decoding row, and the rest of prompts, long ones in chunks. A sampled
-    token is read back ``readback_lag`` steps later.
+    token is read back ``readback_lag`` steps later. With ``optimize_cpu`` a model on the CPU runs on packed weights
+    (`model.packing`) and a fused read (`cache.fused`), which say the same but for low bits.
     """
 
     max_rows: int = 8
@@ -42,6 +45,7 @@ class EngineConfig:
     memory_fraction: float = 0.5
     max_step_tokens: int = 1024
     readback_lag: int = 2
+    optimize_cpu: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_context", "block_size"):
@@ -91,6 +95,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.config, self.cache = model, tokenizer, config, cache
         self.scheduler = Scheduler(cache, config.max_step_tokens)
+        self._gather_buffers = GatherBuffers() if config.optimize_cpu and model.device.type == "cpu" else None
         self.readback = DeferredReadback(config.readback_lag, config.max_rows, model.device)
         # The last token of each running row, still on the device: the next step's input.
         self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
@@ -107,6 +112,8 @@ class Engine:
         Raises `OutOfBlocks` where the memory does not hold the sink and one block.
         """
         config = config or EngineConfig()
+        if config.optimize_cpu and can_pack(model):
+            model = packed_model(model)
         limit = model.config.max_position
         max_context = min(config.max_context or limit, limit)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, max_context)
@@ -183,7 +190,10 @@ class Engine:
     def decode_step(self, input_ids: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` of the running rows' next token; ``input_ids`` ``[rows, 1]`` int64."""
         positions, write_slots, slot_mapping, context_lens = self.cache.decode_addresses()
-        read = DecodeRead(slot_mapping, context_lens)
+        if self._gather_buffers is None:
+            read: Read = DecodeRead(slot_mapping, context_lens)
+        else:
+            read = FusedDecodeRead(slot_mapping, context_lens, self._gather_buffers, self.model.dtype)
         return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.cache.pool.layers, read)
 
     def _prefill(self, chunks: Sequence[tuple[Prefill, PrefillChunk]]) -> Tensor:

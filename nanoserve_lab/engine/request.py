@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from nanoserve_lab.model.tokenizer import TextStream, Tokenizer
 
@@ -19,15 +20,28 @@ class RequestRefused(ValueError):
     """A request that can never be served as asked. Raised by ``submit``; nothing was queued."""
 
 
+#: Most log-probabilities a token that can be asked for beside its own.
+MAX_LOGPROBS = 20
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are chosen and when it ends.
 
-    ``temperature`` 0 is greedy. Otherwise the softmax of ``logits / temperature`` is cut to the ``top_k`` likeliest
-    tokens (0: all), then to the smallest set whose probability reaches ``top_p``, and drawn from with the request's own
-    generator: with a ``seed`` the text repeats, alone or in any batch. The request ends after ``max_tokens`` tokens,
-    at a token of ``stop_ids``, at the tokenizer's end token (unless ``ignore_eos``), or where one of the strings of
-    ``stop`` appears; the stop string is not part of the text.
+    ``logit_bias`` is added to the logits of its token ids (``-inf`` forbids one); then ``repetition_penalty`` divides
+    the positive and multiplies the other scores of tokens that the prompt or the text so far holds. ``temperature`` 0
+    takes the highest score. Otherwise the softmax of ``scores / temperature`` is cut to the ``top_k`` likeliest tokens
+    (0: all), to the smallest set whose probability reaches ``top_p``, and to tokens of at least ``min_p`` times the
+    likeliest's probability, and drawn from with the request's own generator: with a ``seed`` the text repeats, alone or
+    in any batch.
+
+    The request ends after ``max_tokens`` tokens, at a token of ``stop_ids``, at the tokenizer's end token (unless
+    ``ignore_eos``), or where one of the strings of ``stop`` appears; the stop string is not part of the text.
+    ``logprobs`` asks for the log-probability of each chosen token and of that many likeliest ones, from the model's
+    logits before any of the above. ``n`` completions of the prompt are independent requests; the first is what ``n`` 1
+    gives.
+
+    Lists and mappings are kept as tuples, so that params can be hashed.
     """
 
     max_tokens: int = 128
@@ -38,40 +52,102 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_ids"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.logit_bias, Mapping):
+            pairs = sorted(self.logit_bias.items(), key=lambda pair: (str(type(pair[0])), pair[0]))
+            object.__setattr__(self, "logit_bias", tuple(pairs))
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as pairs of token id and bias."""
+        return tuple(self.logit_bias.items()) if isinstance(self.logit_bias, Mapping) else self.logit_bias
 
     def check(self) -> None:
         """Raise `RequestRefused` naming the first value that is out of range."""
         _require_int("max_tokens", self.max_tokens, at_least=1)
         _require_int("top_k", self.top_k, at_least=0)
-        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
-            raise RequestRefused(f"temperature: wanted a number of 0 or more, got {self.temperature!r}")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise RequestRefused(f"top_p: wanted a number above 0 and at most 1, got {self.top_p!r}")
+        _require("temperature", self.temperature, "a number of 0 or more", lambda x: 0 <= x < math.inf)
+        _require("top_p", self.top_p, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
+        _require("min_p", self.min_p, "a number of 0 to 1", lambda x: 0 <= x <= 1)
+        _require("repetition_penalty", self.repetition_penalty, "a number of 0.01 to 100", lambda x: 0.01 <= x <= 100)
         if self.seed is not None:
             _require_int("seed", self.seed, at_least=0)
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise RequestRefused(f"stop: wanted a list of non-empty strings, got {self.stop!r}")
         for token in self.stop_ids:
             _require_int("stop_ids", token, at_least=0)
+        self._check_bias()
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, at_least=0, at_most=MAX_LOGPROBS)
+        _require_int("n", self.n, at_least=1)
+
+    def _check_bias(self) -> None:
+        pairs = self.logit_bias
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise RequestRefused(f"logit_bias: wanted a mapping of token ids to numbers, got {pairs!r}")
+        for token, bias in self.bias:
+            _require_int("logit_bias", token, at_least=0)
+            wanted = f"for token {token} a number of at most 1e6 in size, or -inf"
+            _require("logit_bias", bias, wanted, lambda x: abs(x) <= 1e6 or x == -math.inf)
+        if len(dict(self.bias)) != len(self.bias):
+            raise RequestRefused("logit_bias: a token id appears twice")
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise `RequestRefused` for values, otherwise checked, that a vocabulary of ``vocab_size`` tokens cannot
+        serve."""
+        for token, _ in self.bias:
+            if token >= vocab_size:
+                raise RequestRefused(f"logit_bias: wanted token ids of 0 to {vocab_size - 1}, got {token}")
+        if sum(bias == -math.inf for _, bias in self.bias) == vocab_size:
+            raise RequestRefused(f"logit_bias: forbids all {vocab_size} tokens")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise RequestRefused(f"logprobs: wanted at most the vocabulary's {vocab_size} tokens, got {self.logprobs}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _require_int(name: str, value: object, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise RequestRefused(f"{name}: wanted an integer of {at_least} or more, got {value!r}")
+def _require(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> None:
+    if not (_is_number(value) and holds(value)):
+        raise RequestRefused(f"{name}: wanted {wanted}, got {value!r}")
+
+
+def _require_int(name: str, value: object, at_least: int, at_most: float = math.inf) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
+        wanted = f"{at_least} or more" if at_most == math.inf else f"{at_least} to {at_most}"
+        raise RequestRefused(f"{name}: wanted an integer of {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one token: its own, and ``(token id, log-probability)`` of the likeliest, in falling
+    order."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request came to. ``token_ids`` include the stop token that ended it; ``text`` does not."""
+    """What a request came to. ``token_ids`` include the stop token that ended it; ``text`` does not. ``logprobs`` has
+    an entry a token of ``token_ids``; None where they were not asked for."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     prompt_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +164,7 @@ class TokenEvent:
     text: str
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class StopScanner:
@@ -128,21 +205,29 @@ _ids = itertools.count()
 @dataclass(eq=False)
 class Request:
     """A submitted request and its state. ``issued`` counts the tokens sampled for it so far, those not yet read back
-    included; ``max_tokens`` is the params' own, cut to what the context leaves."""
+    included; ``max_tokens`` is the params' own, cut to what the context leaves. ``index`` says which of the params'
+    ``n`` completions it is: each has a generator of its own. ``logprobs`` are put here by the readback, one a token,
+    ahead of it. ``seen`` is the sampler's: the tokens that a repetition penalty applies to, on the device, those not
+    yet read back included."""
 
     prompt_ids: list[int]
     params: SamplingParams
     max_tokens: int
     stop_ids: frozenset[int]
     tokenizer: Tokenizer | None
+    index: int = 0
     id: int = field(default_factory=lambda: next(_ids))
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     issued: int = 0
     finish_reason: FinishReason | None = None
+    seen: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.params.seed)
+        # Spawn keys keep the generators apart, whatever the seeds; the first has none, and is the seed's own.
+        key = (self.index,) if self.index else ()
+        self.rng = np.random.default_rng(np.random.SeedSequence(self.params.seed, spawn_key=key))
         self._stream: TextStream | None = self.tokenizer.text_stream() if self.tokenizer else None
         self._scanner = StopScanner(self.params.stop)
 
@@ -171,13 +256,15 @@ class Request:
         return self._event(None, "")
 
     def _event(self, token: int | None, piece: str) -> TokenEvent:
+        logprobs = self.logprobs[-1] if self.logprobs and token is not None else None
         if self.finish_reason is None:
             self.text += piece
-            return TokenEvent(self.id, token, piece)
+            return TokenEvent(self.id, token, piece, logprobs=logprobs)
         if self._stream is not None and not self._scanner.stopped:
             piece += self._scanner.push(self._stream.flush())
             if not self._scanner.stopped:
                 piece += self._scanner.flush()
         self.text += piece
-        completion = Completion(self.text, self.token_ids, self.finish_reason, self.prompt_ids)
-        return TokenEvent(self.id, token, piece, self.finish_reason, completion)
+        told = self.logprobs if self.params.logprobs is not None else None
+        completion = Completion(self.text, self.token_ids, self.finish_reason, self.prompt_ids, told)
+        return TokenEvent(self.id, token, piece, self.finish_reason, completion, logprobs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoserve_lab.model.config import ModelConfig
+from nanoserve_lab.model.linear import Linear, Product
 from nanoserve_lab.model.rope import rope_tables, rotate
 
 #: ``read(q, k, v, keys, values) -> [tokens, heads, head_dim]``: attention of the queries ``q`` ``[tokens, heads,
@@ -54,8 +55,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
-        self.o = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
+        self.qkv = Linear(config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
+        self.o = Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
@@ -81,8 +82,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -118,7 +119,8 @@ class Transformer(nn.Module):
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tied_head: Product | None = None
         self._build_rope()
 
     def _build_rope(self) -> None:
@@ -172,5 +174,9 @@ class Transformer(nn.Module):
             x = layer(x, cos, sin, write_slots, cache, read)
         if logits_at is not None:
             x = x[logits_at]
-        head = self.embed if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(x), head.weight)
+        return self._head(self.norm(x))
+
+    def _head(self, x: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        return F.linear(x, self.embed.weight) if self.tied_head is None else self.tied_head(x)

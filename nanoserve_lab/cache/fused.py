@@ -1,0 +1,56 @@
+"""The decode read for a CPU: gathers into buffers that stay, then one fused attention operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanoserve_lab.cache.pool import SINK_SLOT
+
+
+class GatherBuffers:
+    """Storage for the gathered K and V of one layer, reused by every layer and step; it grows to the largest shape.
+
+    Fresh megabytes cost more than the copy itself on a CPU: the allocator hands large blocks back to the system, and
+    every page is faulted in anew.
+    """
+
+    def __init__(self) -> None:
+        self._flat: list[Tensor] = []
+
+    def take(self, cells: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Two ``[cells, *like.shape[1:]]`` tensors of ``like``'s dtype and device, holding anything."""
+        size = cells * like[0].numel()
+        if not self._flat or self._flat[0].numel() < size or self._flat[0].dtype != like.dtype:
+            self._flat = [torch.empty(size, dtype=like.dtype, device=like.device) for _ in range(2)]
+        k, v = (flat[:size].view(cells, *like.shape[1:]) for flat in self._flat)
+        return k, v
+
+
+class FusedDecodeRead:
+    """The read of a decode step, equal to `attention.DecodeRead` but for low bits.
+
+    The queries that share a K/V head are handed over as that many positions of one head, so that K and V are not
+    repeated. The sink is zeroed before it is read: a masked column weighs nothing, but 0 times NaN is NaN.
+    """
+
+    def __init__(self, slot_mapping: Tensor, context_lens: Tensor, buffers: GatherBuffers, dtype: torch.dtype) -> None:
+        self.slot_mapping, self.context_lens, self._buffers = slot_mapping, context_lens, buffers
+        rows, width = slot_mapping.shape
+        unseen = torch.arange(width, device=slot_mapping.device) >= context_lens.unsqueeze(1)
+        bias = torch.zeros(rows, width, dtype=dtype, device=slot_mapping.device)
+        self._bias = bias.masked_fill_(unseen, float("-inf")).view(rows, 1, 1, width)
+        self._flat = slot_mapping.reshape(-1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows, heads, head_dim = q.shape
+        width, kv_heads = self.slot_mapping.shape[1], keys.shape[1]
+        keys[SINK_SLOT].zero_()
+        values[SINK_SLOT].zero_()
+        gathered_k, gathered_v = self._buffers.take(rows * width, keys)
+        torch.index_select(keys, 0, self._flat, out=gathered_k)
+        torch.index_select(values, 0, self._flat, out=gathered_v)
+        grouped = q.view(rows, kv_heads, heads // kv_heads, head_dim)
+        k, v = (x.view(rows, width, kv_heads, head_dim).transpose(1, 2) for x in (gathered_k, gathered_v))
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._bias).reshape(rows, heads, head_dim)
