@@ -46,6 +46,8 @@ params = st.builds(
     top_k=st.sampled_from([0, 5]),
     top_p=st.sampled_from([1.0, 0.8]),
     seed=st.integers(0, 3),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logprobs=st.sampled_from([None, 1]),
     stop_ids=st.lists(st.integers(0, 63), max_size=8).map(tuple),
 )
 

@@ -1,6 +1,15 @@
 """The engine: requests in, tokens out."""
 
 from nanoserve_lab.engine.engine import Engine, EngineConfig, EngineStats
-from nanoserve_lab.engine.request import Completion, RequestRefused, SamplingParams, TokenEvent
+from nanoserve_lab.engine.request import Completion, RequestRefused, SamplingParams, TokenEvent, TokenLogprobs
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EngineStats", "RequestRefused", "SamplingParams", "TokenEvent"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "RequestRefused",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenLogprobs",
+]

@@ -125,6 +125,13 @@ class Engine:
         """Queue a prompt (text or token ids); the request's id. Raises `RequestRefused`, queueing nothing."""
         params = params or SamplingParams()
         params.check()
+        if params.n != 1:
+            raise RequestRefused(f"n: {params.n} completions of one prompt come from generate; submit takes n=1")
+        return self._queue(prompt, params, 0)
+
+    def _queue(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
+        """Queue the ``index``-th of the ``n`` completions of ``prompt``; ``params`` are checked."""
+        params.check_vocab(self.model.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise RequestRefused("stop: stop strings need a tokenizer, and this engine has none")
         prompt_ids = self._prompt_ids(prompt)
@@ -136,7 +143,7 @@ class Engine:
         stop_ids = set(params.stop_ids)
         if self.tokenizer is not None and not params.ignore_eos:
             stop_ids.update(self.tokenizer.eos_ids)
-        request = Request(prompt_ids, params, min(params.max_tokens, room), frozenset(stop_ids), self.tokenizer)
+        request = Request(prompt_ids, params, min(params.max_tokens, room), frozenset(stop_ids), self.tokenizer, index)
         self._live[request.id] = request
         self.scheduler.waiting.append(request)
         self._counts["submitted"] += 1
@@ -185,7 +192,14 @@ class Engine:
         self._counts["decode_rows"] += self.cache.rows
         if self._sampler is None:
             self._sampler = Sampler(self.scheduler.running, self.model.device)
-        return self._sampler(logits)
+        return self._sample(self._sampler, logits)
+
+    def _sample(self, sampler: Sampler, logits: Tensor) -> Tensor:
+        """One token a row of ``logits``; their log-probabilities go home with the tokens of this step."""
+        tokens = sampler(logits)
+        if sampler.logprobs is not None:
+            self.readback.attach(sampler.logprobs)
+        return tokens
 
     def decode_step(self, input_ids: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` of the running rows' next token; ``input_ids`` ``[rows, 1]`` int64."""
@@ -210,7 +224,7 @@ class Engine:
         for i in complete:
             self.scheduler.start(chunks[i][0])
             self._sampler = None
-        return Sampler([chunks[i][0].request for i in complete], device)(logits)
+        return self._sample(Sampler([chunks[i][0].request for i in complete], device), logits)
 
     def _make_room(self) -> None:
         """See that every running row can grow by one token, pushing out the youngest requests where it cannot."""
@@ -276,7 +290,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Complete every prompt, in the order given. One ``params`` serves all, or one a prompt.
+        """Complete every prompt, in the order given, the ``n`` completions of one side by side. One ``params`` serves
+        all, or one a prompt.
 
         Raises `RequestRefused` before anything runs where one of the requests can never be served.
         """
@@ -288,7 +303,9 @@ class Engine:
         ids: list[int] = []
         try:
             for prompt, one in zip(prompts, each, strict=True):
-                ids.append(self.submit(prompt, one))
+                one = one or SamplingParams()
+                one.check()
+                ids += [self._queue(prompt, one, index) for index in range(one.n)]
             done = {event.request_id: event.completion for event in self._run(set(ids)) if event.completion}
         except BaseException:
             for request_id in ids:

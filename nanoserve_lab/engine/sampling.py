@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve_lab.device import upload
 from nanoserve_lab.engine.request import Request, SamplingParams
 
 #: Probabilities are summed as integers of this fraction of one: such sums are exact in any order, so a row draws the
@@ -120,8 +122,8 @@ class _RepetitionPenalty:
         seen = scores.new_zeros(len(self._requests), scores.shape[1], dtype=torch.bool)
         for row, request in zip(seen, self._requests, strict=True):
             if request.seen is None:
-                ids = _upload(sorted({*request.prompt_ids, *request.token_ids}), scores.device)
-                row.index_fill_(0, ids, True)
+                ids = np.array([*request.prompt_ids, *request.token_ids], dtype=np.int64)
+                row.index_fill_(0, upload(ids, scores.device), True)
             else:
                 row.copy_(request.seen)
             request.seen = row
@@ -300,6 +302,5 @@ def _column(values: Iterable[float], device: torch.device) -> Tensor:
 
 
 def _upload(values: Sequence[float], device: torch.device) -> Tensor:
-    """Integers as int64, others as float64; from pinned memory to a CUDA device, so that the host does not wait."""
-    dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    """Integers as int64, others as float64."""
+    return upload(np.array(values), device)
