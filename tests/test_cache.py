@@ -182,7 +182,10 @@ def test_reads_equal_attention_written_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_read_equals_the_reference(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    keys, values = (x.to(dtype) for x in random_layer(200))
+    pool = KVPool(TINY, 50, 4, dtype, "cpu")
+    keys, values = pool.layers[1]
+    for storage, drawn in zip((keys, values), random_layer(200), strict=True):
+        storage.copy_(drawn)
     buffers = GatherBuffers()
     for rows, width in ((3, 12), (1, 1), (5, 30), (2, 7)):  # the buffers grow, and are used again when smaller
         keys[0], values[0] = float("nan"), float("nan")
@@ -191,7 +194,7 @@ def test_the_fused_read_equals_the_reference(dtype: torch.dtype) -> None:
         mapping[torch.arange(width) >= lengths[:, None]] = 0
         q = torch.randn(rows, 4, 8, generator=generator, dtype=torch.float64).to(dtype)
         wanted = DecodeRead(mapping, lengths)(q, q, q, keys, values)
-        fused = FusedDecodeRead(mapping, lengths, buffers, dtype)(q, q, q, keys, values)
+        fused = FusedDecodeRead(mapping, lengths, pool, buffers)(q, q, q, keys, values)
         assert fused.dtype == dtype
         # The reference rounds scores and weights to bfloat16, 8 bits each; the fused operation keeps them wider.
         close = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}

@@ -72,7 +72,8 @@ def test_the_optimized_step_is_counted_too() -> None:
     counts = [(frame.kind == "matmul").sum() for frame in frames]
     read = [frame[frame.kind == "matmul"].bytes_read.sum() for frame in frames]
     assert counts[0] == counts[1]
-    assert read[0] == read[1]
+    # The packed products read the same weights; two of each layer read the residual too, which they add.
+    assert read[0] == read[1] + TINY.num_layers * 2 * 2 * TINY.hidden_size * 4
 
 
 def test_views_and_allocations() -> None:

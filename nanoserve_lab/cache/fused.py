@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoserve_lab.cache.pool import SINK_SLOT
+from nanoserve_lab.cache.pool import SINK_SLOT, KVPool
 
 
 class GatherBuffers:
@@ -32,22 +32,21 @@ class FusedDecodeRead:
     """The read of a decode step, equal to `attention.DecodeRead` but for low bits.
 
     The queries that share a K/V head are handed over as that many positions of one head, so that K and V are not
-    repeated. The sink is zeroed before it is read: a masked column weighs nothing, but 0 times NaN is NaN.
+    repeated. The sink is zeroed before the step: a masked column weighs nothing, but 0 times NaN is NaN.
     """
 
-    def __init__(self, slot_mapping: Tensor, context_lens: Tensor, buffers: GatherBuffers, dtype: torch.dtype) -> None:
+    def __init__(self, slot_mapping: Tensor, context_lens: Tensor, pool: KVPool, buffers: GatherBuffers) -> None:
         self.slot_mapping, self.context_lens, self._buffers = slot_mapping, context_lens, buffers
         rows, width = slot_mapping.shape
+        pool.data[:, :, SINK_SLOT].zero_()
         unseen = torch.arange(width, device=slot_mapping.device) >= context_lens.unsqueeze(1)
-        bias = torch.zeros(rows, width, dtype=dtype, device=slot_mapping.device)
+        bias = torch.zeros(rows, width, dtype=pool.data.dtype, device=slot_mapping.device)
         self._bias = bias.masked_fill_(unseen, float("-inf")).view(rows, 1, 1, width)
         self._flat = slot_mapping.reshape(-1)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows, heads, head_dim = q.shape
         width, kv_heads = self.slot_mapping.shape[1], keys.shape[1]
-        keys[SINK_SLOT].zero_()
-        values[SINK_SLOT].zero_()
         gathered_k, gathered_v = self._buffers.take(rows * width, keys)
         torch.index_select(keys, 0, self._flat, out=gathered_k)
         torch.index_select(values, 0, self._flat, out=gathered_v)

@@ -207,7 +207,7 @@ class Engine:
         if self._gather_buffers is None:
             read: Read = DecodeRead(slot_mapping, context_lens)
         else:
-            read = FusedDecodeRead(slot_mapping, context_lens, self._gather_buffers, self.model.dtype)
+            read = FusedDecodeRead(slot_mapping, context_lens, self.cache.pool, self._gather_buffers)
         return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.cache.pool.layers, read)
 
     def _prefill(self, chunks: Sequence[tuple[Prefill, PrefillChunk]]) -> Tensor:

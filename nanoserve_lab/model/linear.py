@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: ``product(x)`` ``[tokens, out]`` for ``x`` ``[tokens, in]``.
-Product = Callable[[Tensor], Tensor]
+#: ``product(x, add)`` ``[tokens, out]`` for ``x`` ``[tokens, in]`` and ``add`` ``[tokens, out]`` or None.
+Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` for ``x`` ``[tokens, in]``, ``weight`` ``[out, in]``, ``bias`` ``[out]`` or None.
+    """``x @ weight.T + bias + add`` for ``x`` ``[tokens, in]``, ``weight`` ``[out, in]``, ``bias`` ``[out]`` or None.
+
+    ``add`` ``[tokens, out]`` is the residual where the product ends a branch.
 
     ``packed`` takes the product over where it is set; see `packing`.
     """
@@ -24,5 +26,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: Product | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x, add)
+        out = F.linear(x, self.weight, self.bias)
+        return out if add is None else add + out

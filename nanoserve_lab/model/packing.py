@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanoserve_lab.model.linear import Linear
 from nanoserve_lab.model.transformer import Transformer
@@ -13,11 +14,16 @@ from nanoserve_lab.model.transformer import Transformer
 _packed: WeakKeyDictionary[Transformer, Transformer] = WeakKeyDictionary()
 
 
-class PackedWeight:
-    """A weight in oneDNN's blocked layout, the one that inductor gives to frozen weights.
+#: Above this many tokens a product is bound by arithmetic, and packing gains nothing. oneDNN also keeps a compiled
+#: product for each number of tokens that it has met; prompts come in hundreds of lengths, decode steps in few.
+MAX_PACKED_TOKENS = 64
 
-    bfloat16 products without the processor's own instructions are many times slower than float32 ones, so there the
-    packed copy is float32: ``x`` is widened and the result rounded, which loses nothing against bfloat16 products, as
+
+class PackedWeight:
+    """A weight in oneDNN's blocked layout, the one that inductor gives to frozen weights, for products of few tokens.
+
+    bfloat16 products without the processor's own instructions are many times slower than float32 ones, so there they
+    are made in float32: ``x`` is widened and the result rounded, which loses nothing against bfloat16 products, as
     they accumulate in float32 too.
     """
 
@@ -25,12 +31,25 @@ class PackedWeight:
         self.dtype = weight.dtype
         native = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.compute = weight.dtype if native else torch.float32
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.compute), rows)
+        self.plain = weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.plain.to(self.compute), rows)
         self.bias = None if bias is None else bias.detach().to(self.compute)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x.to(self.compute), self.weight, self.bias, "none", [], "")
-        return out.to(self.dtype)
+    def __call__(self, x: Tensor, add: Tensor | None) -> Tensor:
+        if self.compute != self.dtype:
+            wide = self._multiply(x.to(self.compute), None if add is None else add.to(self.compute))
+            return wide.to(self.dtype)
+        return self._multiply(x, add)
+
+    def _multiply(self, x: Tensor, add: Tensor | None) -> Tensor:
+        if x.shape[0] > MAX_PACKED_TOKENS:
+            out = F.linear(x, self.plain.to(self.compute), self.bias)
+            return out if add is None else out.add_(add)
+        if add is None:
+            return self._product(x, self.weight, self.bias, "none", [], "")
+        return self._product_and_sum(x, add, self.weight, self.bias, "add")
 
 
 def can_pack(model: Transformer) -> bool:

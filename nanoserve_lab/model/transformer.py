@@ -61,7 +61,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, write_slots: Tensor, cache: tuple[Tensor, Tensor], read: Read
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        write_slots: Tensor,
+        cache: tuple[Tensor, Tensor],
+        read: Read,
     ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
@@ -74,7 +81,7 @@ class Attention(nn.Module):
         keys, values = cache
         keys.index_copy_(0, write_slots, k)
         values.index_copy_(0, write_slots, v)
-        return self.o(read(q, k, v, keys, values).reshape(-1, heads * self.head_dim))
+        return self.o(read(q, k, v, keys, values).reshape(-1, heads * self.head_dim), residual)
 
 
 class MLP(nn.Module):
@@ -85,9 +92,9 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate) * up, residual)
 
 
 class Layer(nn.Module):
@@ -103,8 +110,8 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, write_slots: Tensor, cache: tuple[Tensor, Tensor], read: Read
     ) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, write_slots, cache, read)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attn(self.attn_norm(x), x, cos, sin, write_slots, cache, read)
+        return self.mlp(self.mlp_norm(x), x)
 
 
 class Transformer(nn.Module):
@@ -179,4 +186,4 @@ class Transformer(nn.Module):
     def _head(self, x: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(x)
-        return F.linear(x, self.embed.weight) if self.tied_head is None else self.tied_head(x)
+        return F.linear(x, self.embed.weight) if self.tied_head is None else self.tied_head(x, None)
