@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ def test_chat_reads_lines_and_keeps_the_conversation(default_model_folder: Path)
     assert "forgotten" in reset.stderr
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as a terminal has it, here and in child processes: a job in the background starts with it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_chat_in_a_terminal(default_model_folder: Path, tmp_path: Path) -> None:
     # The default model with a short context, which a message of 300 digits exceeds.
     for path in default_model_folder.iterdir():
@@ -123,6 +133,7 @@ def test_chat_in_a_terminal(default_model_folder: Path, tmp_path: Path) -> None:
     assert child.exitstatus == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_the_second_interrupt_is_not_held() -> None:
     before = signal.getsignal(signal.SIGINT)
     with cli.hold_interrupts(True) as interrupted:

@@ -131,6 +131,11 @@ class TestEngineMachine(EngineMachine.TestCase):
     settings: ClassVar = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.slow
+class TestEngineMachineAtLength(EngineMachine.TestCase):
+    settings: ClassVar = settings(max_examples=2000, stateful_step_count=50, deadline=None)
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])
 def test_the_readback_lag_changes_no_token(lag: int) -> None:
     engine = build(readback_lag=lag)
