@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from nanoserve_lab.cache.pool import SINK_SLOT, KVPool
 
+#: K and V gathered at a time, in bytes; they are read back at once, while the processor's cache still holds them.
+GATHERED_BYTES = 8 << 20
+
 
 class GatherBuffers:
     """Storage for the gathered K and V of one layer, reused by every layer and step; it grows to the largest shape.
@@ -32,7 +35,8 @@ class FusedDecodeRead:
     """The read of a decode step, equal to `attention.DecodeRead` but for low bits.
 
     The queries that share a K/V head are handed over as that many positions of one head, so that K and V are not
-    repeated. The sink is zeroed before the step: a masked column weighs nothing, but 0 times NaN is NaN.
+    repeated. Rows are read in groups whose K and V stay in the processor's cache between gather and use. The sink is
+    zeroed before the step: a masked column weighs nothing, but 0 times NaN is NaN.
     """
 
     def __init__(self, slot_mapping: Tensor, context_lens: Tensor, pool: KVPool, buffers: GatherBuffers) -> None:
@@ -41,15 +45,21 @@ class FusedDecodeRead:
         pool.data[:, :, SINK_SLOT].zero_()
         unseen = torch.arange(width, device=slot_mapping.device) >= context_lens.unsqueeze(1)
         bias = torch.zeros(rows, width, dtype=pool.data.dtype, device=slot_mapping.device)
-        self._bias = bias.masked_fill_(unseen, float("-inf")).view(rows, 1, 1, width)
-        self._flat = slot_mapping.reshape(-1)
+        bias = bias.masked_fill_(unseen, float("-inf")).view(rows, 1, 1, width)
+        at_once = max(1, GATHERED_BYTES // (2 * width * pool.layers[0][0][0].nbytes))
+        parts = [slice(start, start + at_once) for start in range(0, rows, at_once)]
+        self._groups = [(part, slot_mapping[part].reshape(-1), bias[part]) for part in parts]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        read = [self._read(q[rows], slots, bias, keys, values) for rows, slots, bias in self._groups]
+        return read[0] if len(read) == 1 else torch.cat(read)
+
+    def _read(self, q: Tensor, slots: Tensor, bias: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows, heads, head_dim = q.shape
-        width, kv_heads = self.slot_mapping.shape[1], keys.shape[1]
-        gathered_k, gathered_v = self._buffers.take(rows * width, keys)
-        torch.index_select(keys, 0, self._flat, out=gathered_k)
-        torch.index_select(values, 0, self._flat, out=gathered_v)
+        kv_heads = keys.shape[1]
+        k, v = self._buffers.take(len(slots), keys)
+        torch.index_select(keys, 0, slots, out=k)
+        torch.index_select(values, 0, slots, out=v)
+        k, v = (x.view(rows, -1, kv_heads, head_dim).transpose(1, 2) for x in (k, v))
         grouped = q.view(rows, kv_heads, heads // kv_heads, head_dim)
-        k, v = (x.view(rows, width, kv_heads, head_dim).transpose(1, 2) for x in (gathered_k, gathered_v))
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._bias).reshape(rows, heads, head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias).reshape(rows, heads, head_dim)
