@@ -19,7 +19,7 @@ import torch
 
 from nanoserve_lab import Engine, SamplingParams
 from nanoserve_lab.bench import decode, host, peers, prefill, soak, timing
-from nanoserve_lab.bench.provenance import PROVENANCE, read_csv
+from nanoserve_lab.bench.provenance import PROVENANCE, read_csv, repository_root
 from nanoserve_lab.bench.step import engine_after_prefill, kv_bytes, weight_bytes
 from nanoserve_lab.device import read_bandwidth
 from nanoserve_lab.engine import TokenEvent
@@ -389,3 +389,11 @@ def test_the_soak_writes_a_line_a_second(tmp_path: Path, folder: Path, monkeypat
     columns += " rate_scale length_scale slope_mb_per_min model dtype threads"
     assert list(frame) == [*columns.split(), *PROVENANCE]
     assert frame.second.astype(int).tolist()[:5] == [0, 1, 2, 3, 4]
+
+
+def test_the_readme_shows_the_recorded_table() -> None:
+    root = repository_root()
+    assert root is not None
+    table = decode.readme_table(read_csv(root / "data" / "decode.csv"))
+    assert table.count("\n") > 2
+    assert table in (root / "README.md").read_text(encoding="utf-8"), f"README.md should hold\n{table}"

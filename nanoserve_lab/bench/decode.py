@@ -187,3 +187,17 @@ def run(
     require("repeats", repeats, 1)
     frame = measure(model, batches, lengths, names, steps, repeats)
     return [write_csv(frame, out / "decode.csv", default_device(), command)]
+
+
+def readme_table(frame: pd.DataFrame) -> str:
+    """The cells of a recorded `decode.csv` as a Markdown table: our engine beside the peer's best setting."""
+    lines = [
+        "| dtype | rows | context | nanoserve_lab, ms a step | transformers at best, ms | ratio | of the floor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (dtype, context, rows), cell in frame.groupby(["dtype", "context", "rows"], sort=False):
+        own = cell[cell.engine == OWN].iloc[0]
+        peer = cell[cell.engine != OWN].ms_per_step.min()
+        cells = (dtype, rows, context, f"{own.ms_per_step:.0f}", f"{peer:.0f}", f"{own.ratio:.2f}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {own.floor_fraction:.0%} |")
+    return "\n".join(lines)
