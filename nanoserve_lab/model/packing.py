@@ -31,7 +31,7 @@ class PackedWeight:
         self.dtype = weight.dtype
         native = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.compute = weight.dtype if native else torch.float32
-        self.plain = weight.detach()
+        self.plain, self.plain_bias = weight.detach(), None if bias is None else bias.detach()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(self.plain.to(self.compute), rows)
         self.bias = None if bias is None else bias.detach().to(self.compute)
         self._product = torch.ops.mkldnn._linear_pointwise.default
@@ -39,6 +39,10 @@ class PackedWeight:
 
     def __call__(self, x: Tensor, add: Tensor | None) -> Tensor:
         if self.compute != self.dtype:
+            if x.shape[0] == 1:
+                # A product of one row is a matrix-vector product, bound by the bytes of the weight: half of float32's.
+                out = F.linear(x, self.plain, self.plain_bias)
+                return out if add is None else add + out
             wide = self._multiply(x.to(self.compute), None if add is None else add.to(self.compute))
             return wide.to(self.dtype)
         return self._multiply(x, add)
