@@ -76,8 +76,9 @@ def test_the_timeline_of_the_readback(lag: int, vain: int) -> None:
     assert (frame.row == "B").sum() == 7
     kept = frame[frame.kept & (frame.row == "A")]
     assert kept.step.tolist() == [0, 1, 2]
-    assert (kept.read_at == kept.step + lag).all()
-    assert (frame.read_at <= 6).all() or lag == 0
+    # Step 6 is the last: nothing runs after it, so what is still under way is read at once.
+    assert kept.read_at.tolist() == [min(step + lag, 6) for step in kept.step]
+    assert frame.read_at.max() == 6
     assert set(PROVENANCE) <= set(frame.columns)
 
 
