@@ -16,7 +16,7 @@ from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import RopeConfig
-from nanoserve_lab.model.packing import can_pack, packed_model
+from nanoserve_lab.model.packing import can_pack, packed_model, runs_packed
 from nanoserve_lab.model.rope import inverse_frequencies
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.model.transformer import Transformer
@@ -185,6 +185,11 @@ def test_packed_weights_say_the_same(dtype: torch.dtype) -> None:
             error = (ours - plain).abs().max() / plain.abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 3e-2)
     assert not can_pack(tiny_model(dtype=torch.float64))
+
+
+def test_few_numbers_of_tokens_run_packed() -> None:
+    numbers = [n for n in range(1, 5000) if runs_packed(n)]
+    assert numbers == [*range(1, 9), *range(12, 65, 4)]
 
 
 def test_llama3_frequencies_by_hand() -> None:

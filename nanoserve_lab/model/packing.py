@@ -14,9 +14,17 @@ from nanoserve_lab.model.transformer import Transformer
 _packed: WeakKeyDictionary[Transformer, Transformer] = WeakKeyDictionary()
 
 
-#: Above this many tokens a product is bound by arithmetic, and packing gains nothing. oneDNN also keeps a compiled
-#: product for each number of tokens that it has met; prompts come in hundreds of lengths, decode steps in few.
+#: Above this many tokens a product is bound by arithmetic, and packing gains nothing.
 MAX_PACKED_TOKENS = 64
+
+
+def runs_packed(tokens: int) -> bool:
+    """Whether a product of ``tokens`` tokens runs on the packed weight.
+
+    oneDNN keeps a compiled product for each number of tokens that it has met, megabytes in all layers together; prompts
+    come in any length. So few numbers are let through: those of small batches, and the multiples of four.
+    """
+    return tokens <= 8 or (tokens % 4 == 0 and tokens <= MAX_PACKED_TOKENS)
 
 
 class PackedWeight:
@@ -48,7 +56,7 @@ class PackedWeight:
         return self._multiply(x, add)
 
     def _multiply(self, x: Tensor, add: Tensor | None) -> Tensor:
-        if x.shape[0] > MAX_PACKED_TOKENS:
+        if not runs_packed(x.shape[0]):
             out = F.linear(x, self.plain.to(self.compute), self.bias)
             return out if add is None else out.add_(add)
         if add is None:
