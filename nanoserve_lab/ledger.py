@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from nanoserve_lab.compiled import eager_compiler
 from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.model.tiny import tiny_model
 
-_SIZES = EngineConfig(max_rows=2, max_context=32, block_size=4, optimize_cpu=False)
+_SIZES = EngineConfig(max_rows=2, max_context=32, block_size=4, optimize_cpu=False, slot_table=False)
 #: The engine that each lesson leaves behind.
 LESSONS: dict[str, EngineConfig] = {
     "00_decode_step": _SIZES,
+    "01_graph_breaks": replace(_SIZES, compile_decode=True),
+    "02_decode_plan": replace(_SIZES, compile_decode=True),
+    "03_slot_table": replace(_SIZES, compile_decode=True, slot_table=True),
+    "04_bucketing": replace(_SIZES, compile_decode=True, slot_table=True, bucket_decode=True, width_multiple=16),
 }
 
 
@@ -38,7 +43,13 @@ class LedgerRow:
 
 def measure(lesson: str) -> LedgerRow:
     """The ledger's row for ``lesson``, measured now."""
-    engine = Engine.build(tiny_model(), None, LESSONS[lesson])
+    # A compiled function hides its operations from the trace: its graph is run operation by operation here.
+    with torch.compiler.set_stance("force_eager"):
+        return _measure(lesson)
+
+
+def _measure(lesson: str) -> LedgerRow:
+    engine = Engine.build(tiny_model(), None, LESSONS[lesson], eager_compiler)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         engine.submit(prompt, SamplingParams(max_tokens=8))
     engine.step()

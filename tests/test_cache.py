@@ -21,6 +21,7 @@ from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
 from nanoserve_lab.cache.paged import PagedCache
 from nanoserve_lab.cache.pool import SINK_BLOCK, BlockAllocator, KVPool, OutOfBlocks, block_bytes
 from nanoserve_lab.model.tiny import TINY
+from nanoserve_lab.plan import Planner
 
 
 def make_cache(num_blocks: int = 9, block_size: int = 4, max_rows: int = 3, max_context: int = 20) -> PagedCache:
@@ -104,7 +105,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @invariant()
     def addresses_agree(self) -> None:
-        positions, write_slots, mapping, lengths = self.cache.decode_addresses()
+        plan = Planner(self.cache).plan()
+        positions, write_slots, lengths, mapping = plan.tensors
+        assert (plan.rows, plan.live) == (tuple(range(len(self.expected))), len(self.expected))
         for row, slots in enumerate(self.expected):
             assert lengths[row] == len(slots)
             assert positions[row].tolist() == [len(slots) - 1]
@@ -217,6 +220,6 @@ def test_lengths_are_plain_integers_of_the_host() -> None:
     cache = make_cache()
     add(cache, 3)
     assert isinstance(cache.lengths, np.ndarray)
-    before = cache.decode_addresses()
+    before = Planner(cache).plan()
     cache.grow()
     assert before.context_lens.tolist() == [3], "a step's tensors must not follow the tables"

@@ -12,7 +12,7 @@ from nanoserve_lab.model.tiny import TINY, tiny_model
 
 def traced_decode_step() -> StepTrace:
     engine = Engine.build(
-        tiny_model(), None, EngineConfig(max_rows=2, block_size=4, max_context=32, optimize_cpu=False)
+        tiny_model(), None, EngineConfig(max_rows=2, block_size=4, max_context=32, optimize_cpu=False, slot_table=False)
     )
     for prompt in ([1, 2, 3], [4, 5]):
         engine.submit(prompt, SamplingParams(max_tokens=8))

@@ -20,6 +20,7 @@ from nanoserve_lab.model.packing import can_pack, packed_model, runs_packed
 from nanoserve_lab.model.rope import inverse_frequencies
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.model.transformer import Transformer
+from nanoserve_lab.plan import Planner
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,10 +129,10 @@ def paged_run(model: Transformer, batch: list[list[int]], forced: list[list[int]
         cache.add(owned, len(prompt))
     for step in range(STEPS):
         cache.grow()
-        addresses = cache.decode_addresses()
-        read = DecodeRead(addresses.slot_mapping, addresses.context_lens)
+        plan = Planner(cache).plan()
+        read = DecodeRead(plan.slot_mapping, plan.context_lens)
         ids = torch.tensor([tokens[step] for tokens in forced])
-        step_logits = model(ids, addresses.positions.view(-1), addresses.write_slots, pool.layers, read)
+        step_logits = model(ids, plan.positions.view(-1), plan.write_slots, pool.layers, read)
         for row, one in zip(rows, step_logits, strict=True):
             row.append(one.unsqueeze(0))
     return [torch.cat(row) for row in rows]

@@ -32,13 +32,17 @@ def decoding_engine(model: Transformer, rows: int = 1, context: int = 128, steps
 
 
 def engine_with_room(model: Transformer, rows: int, context: int, tokens: int, optimize_cpu: bool = True) -> Engine:
-    """An engine that takes ``rows`` prompts of ``context`` tokens in one step, and ``tokens`` more for each later."""
+    """An engine that takes ``rows`` prompts of ``context`` tokens in one step, and ``tokens`` more for each later.
+
+    Without ``optimize_cpu`` it is the engine that the course starts from: plain operations, the rectangle gathered.
+    """
     config = EngineConfig(
         max_rows=rows,
         max_context=context + tokens,
         num_blocks=rows * (-(-(context + tokens) // 16) + 1) + 1,  # one spare a row for admission, and the sink
         max_step_tokens=rows * (context + 1),
         optimize_cpu=optimize_cpu,
+        slot_table=optimize_cpu,
     )
     return Engine.build(model, None, config)
 
@@ -162,7 +166,9 @@ def readback_timeline(engine: Engine) -> pd.DataFrame:
 
 def two_rows(stop_after: int = 3, max_tokens: int = 7, lag: int = 2) -> Engine:
     """The tiny engine with two requests submitted; the first meets a stop token as its ``stop_after``-th."""
-    config = EngineConfig(max_rows=2, max_context=32, block_size=4, readback_lag=lag, optimize_cpu=False)
+    config = EngineConfig(
+        max_rows=2, max_context=32, block_size=4, readback_lag=lag, optimize_cpu=False, slot_table=False
+    )
     model = tiny_model()
     first = Engine.build(model, None, config).generate([[1, 2, 3]], SamplingParams(max_tokens=stop_after))[0]
     engine = Engine.build(model, None, config)

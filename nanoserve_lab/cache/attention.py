@@ -51,15 +51,17 @@ def paged_attention_batched_reference(
 
 
 class DecodeRead:
-    """The read of a decode step: one token a row. The mask of the rectangle is built once and serves every layer."""
+    """The read of a decode step: one token a row. What is made of the rectangle is made once and serves every layer."""
 
     def __init__(self, slot_mapping: Tensor, context_lens: Tensor) -> None:
         self.slot_mapping, self.context_lens = slot_mapping, context_lens
         columns = torch.arange(slot_mapping.shape[1], device=slot_mapping.device)
         self.unseen = columns >= context_lens.unsqueeze(1)
+        # A window on a wider table is no list of slots; one copy of it is.
+        self._slots = slot_mapping.contiguous()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return paged_attention_batched_reference(q, keys, values, self.slot_mapping, self.unseen)
+        return paged_attention_batched_reference(q, keys, values, self._slots, self.unseen)
 
 
 @dataclass(frozen=True)

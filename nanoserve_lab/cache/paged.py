@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import Span
-from nanoserve_lab.cache.pool import KVPool
+from nanoserve_lab.cache.pool import SINK_SLOT, KVPool
 from nanoserve_lab.device import upload
 
 IntArray = NDArray[np.int64]
 
 
-class DecodeAddresses(NamedTuple):
-    """What one decode step over the rows ``0 .. rows - 1`` needs beside the token ids, all int64 on the pool's device.
+class RowTable(Protocol):
+    """A table that follows which slots each row owns, such as `slots.SlotTable`."""
 
-    ``positions`` ``[rows, 1]``, ``write_slots`` ``[rows]``, ``slot_mapping`` ``[rows, longest context]``,
-    ``context_lens`` ``[rows]`` (the new token included).
-    """
+    def fill(self, row: int, slots: IntArray) -> None:
+        """A sequence came into ``row``."""
 
-    positions: Tensor
-    write_slots: Tensor
-    slot_mapping: Tensor
-    context_lens: Tensor
+    def extend(self, slots: IntArray) -> None:
+        """The first ``len(slots)`` rows grew by one token each."""
+
+    def move(self, source: int, target: int) -> None:
+        """``target`` ended and the last row ``source`` took its place."""
 
 
 class PrefillChunk(NamedTuple):
@@ -50,14 +50,16 @@ class PagedCache:
     """Block tables and lengths of the running sequences, one a row; the rows in use are always ``0 .. rows - 1``.
 
     A row that leaves is filled from the end. ``lengths[row]`` counts the tokens whose K and V are written, or will be
-    by the step whose addresses were handed out last.
+    by the step whose addresses were handed out last. A ``table`` is told of every change.
     """
 
-    def __init__(self, pool: KVPool, max_rows: int, max_context: int) -> None:
+    def __init__(self, pool: KVPool, max_rows: int, max_context: int, table: RowTable | None = None) -> None:
         self.pool, self.max_rows, self.max_context = pool, max_rows, max_context
+        self._row_table = table
         self.rows = 0
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
         self.table: IntArray = np.zeros((max_rows, pool.blocks_for(max_context)), dtype=np.int64)
+        self._newest: IntArray = np.zeros(max_rows, dtype=np.int64)
         self._offsets = np.arange(pool.block_size)
 
     def owned(self, row: int) -> list[int]:
@@ -83,6 +85,10 @@ class PagedCache:
         row = self.rows
         self.table[row, : len(blocks)] = blocks
         self.lengths[row] = tokens
+        slots = self.slots(row)
+        self._newest[row] = slots[-1]
+        if self._row_table is not None:
+            self._row_table.fill(row, slots)
         self.rows += 1
         return row
 
@@ -96,19 +102,28 @@ class PagedCache:
         Raises, changing nothing, `OutOfBlocks` where the pool has not enough blocks and `ValueError` where a row is at
         ``max_context``.
         """
-        lengths = self.lengths[: self.rows]
+        lengths, newest = self.lengths[: self.rows], self._newest[: self.rows]
         self._check_context(int(lengths.max(initial=0)) + 1)
         full = np.flatnonzero(lengths % self.pool.block_size == 0)
-        if full.size:
-            self.table[full, lengths[full] // self.pool.block_size] = self.pool.allocator.take(full.size)
+        taken = self.pool.allocator.take(full.size) if full.size else []
         lengths += 1
+        newest += 1
+        if taken:
+            blocks = np.array(taken)
+            self.table[full, (lengths[full] - 1) // self.pool.block_size] = blocks
+            newest[full] = blocks * self.pool.block_size
+        if self._row_table is not None:
+            self._row_table.extend(newest)
 
     def remove(self, row: int) -> int | None:
         """Free ``row``'s blocks and move the last row into its place; the row that moved, or None."""
         self.pool.allocator.give_back(self.owned(row))
         last = self.rows - 1
         self.table[row], self.lengths[row] = self.table[last], self.lengths[last]
-        self.table[last], self.lengths[last] = 0, 0
+        self._newest[row] = self._newest[last]
+        self.table[last], self.lengths[last], self._newest[last] = 0, 0, 0
+        if self._row_table is not None:
+            self._row_table.move(last, row)
         self.rows = last
         return last if last != row else None
 
@@ -125,32 +140,31 @@ class PagedCache:
         spans, positions, writes, at = [], [], [], 0
         for blocks, start, stop in chunks:
             slots = self._slots(np.array(blocks), stop)
-            spans.append(Span(at, at + stop - start, self._tensor(slots)))
+            spans.append(Span(at, at + stop - start, self.tensor(slots)))
             positions.append(np.arange(start, stop))
             writes.append(slots[start:])
             at += stop - start
-        return PrefillAddresses(self._tensor(np.concatenate(positions)), self._tensor(np.concatenate(writes)), spans)
+        return PrefillAddresses(self.tensor(np.concatenate(positions)), self.tensor(np.concatenate(writes)), spans)
 
-    def decode_addresses(self) -> DecodeAddresses:
-        """Addresses for one new token in every row, after `grow`.
+    @property
+    def newest_slots(self) -> IntArray:
+        """The slot of each row's newest token, ``[rows]``."""
+        return self._newest[: self.rows]
 
-        The read rectangle is gathered anew on every call, at a cost that grows with the longest context; columns past a
-        row's length point at the sink.
+    def gather(self, width: int) -> IntArray:
+        """The slots of every row, ``[rows, width]``, the sink behind a row's end, built anew on every call.
+
+        ``width`` is at least the longest context.
         """
         lengths = self.lengths[: self.rows]
-        size, last = self.pool.block_size, lengths - 1
-        width = int(lengths.max())
         blocks = self.table[: self.rows, : self.pool.blocks_for(width)]
-        mapping = (blocks[:, :, None] * size + self._offsets).reshape(self.rows, -1)[:, :width]
-        mapping = np.where(np.arange(width) < lengths[:, None], mapping, 0)
-        write_slots = self.table[np.arange(self.rows), last // size] * size + last % size
-        return DecodeAddresses(
-            self._tensor(last[:, None]), self._tensor(write_slots), self._tensor(mapping), self._tensor(lengths)
-        )
+        slots = (blocks[:, :, None] * self.pool.block_size + self._offsets).reshape(self.rows, -1)[:, :width]
+        return np.where(np.arange(width) < lengths[:, None], slots, SINK_SLOT)
 
     def _check_context(self, tokens: int) -> None:
         if tokens > self.max_context:
             raise ValueError(f"a sequence of {tokens} tokens exceeds the maximum context of {self.max_context}")
 
-    def _tensor(self, values: IntArray) -> Tensor:
+    def tensor(self, values: IntArray) -> Tensor:
+        """A copy of ``values`` on the pool's device."""
         return upload(values, self.pool.data.device)

@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out."""
 
-from nanoserve_lab.engine.engine import Engine, EngineConfig, EngineStats
+from nanoserve_lab.engine.config import EngineConfig, EngineStats
+from nanoserve_lab.engine.engine import Engine
 from nanoserve_lab.engine.request import Completion, RequestRefused, SamplingParams, TokenEvent, TokenLogprobs
 
 __all__ = [

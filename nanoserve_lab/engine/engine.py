@@ -4,98 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve_lab.cache.attention import DecodeRead, PrefillRead
-from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
+from nanoserve_lab.buckets import BucketSet, check_pad_inert, check_shape_in_set
+from nanoserve_lab.cache.attention import PrefillRead
 from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
+from nanoserve_lab.compiled import CompiledDecode, Compiler, check_single_graph, torch_compiler
 from nanoserve_lab.device import free_memory, upload
+from nanoserve_lab.engine.config import EngineConfig, EngineStats
 from nanoserve_lab.engine.deferred import DeferredReadback
+from nanoserve_lab.engine.forward import DecodeForward
 from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.engine.sampling import Sampler
 from nanoserve_lab.engine.scheduler import Prefill, Scheduler
 from nanoserve_lab.model.packing import can_pack, packed_model
 from nanoserve_lab.model.tokenizer import Tokenizer
-from nanoserve_lab.model.transformer import Read, Transformer
+from nanoserve_lab.model.transformer import Transformer
+from nanoserve_lab.plan import DecodePlan, Planner, check_plan_current
+from nanoserve_lab.slots import SlotTable, check_mapping_is_window, check_window_intact
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of an engine.
-
-    ``max_rows`` sequences decode together; a sequence holds at most ``max_context`` tokens (None: what the model was
-    trained for). The K/V pool has ``num_blocks`` blocks of ``block_size`` tokens, the sink included; None takes what
-    all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step computes at
-    most ``max_step_tokens`` tokens: one for each decoding row, and the rest of prompts, long ones in chunks. A sampled
-    token is read back ``readback_lag`` steps later. With ``optimize_cpu`` a model on the CPU runs on packed weights
-    (`model.packing`) and a fused read (`cache.fused`), which say the same but for low bits.
-    """
-
-    max_rows: int = 8
-    max_context: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_fraction: float = 0.5
-    max_step_tokens: int = 1024
-    readback_lag: int = 2
-    optimize_cpu: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "max_context", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: wanted 1 or more, got {value}")
-        if self.max_step_tokens <= self.max_rows:
-            raise ValueError(
-                f"max_step_tokens: wanted more than max_rows ({self.max_rows}), so that a step of full rows still "
-                f"prefills, got {self.max_step_tokens}"
-            )
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction: wanted above 0 and at most 1, got {self.memory_fraction}")
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts since the engine was built, and its state now.
-
-    ``finished`` counts by reason, cancelled requests among them. ``prefill_tokens`` counts the tokens of all prompts
-    and chunks (``prefill_chunks``), ``recomputed_tokens`` those of them that had been computed before a
-    ``preemption``. ``decode_rows`` is the sum of the rows over all decode steps, and ``overshoot_tokens`` were decoded
-    after a stop that the host had not read yet, and thrown away.
-    """
-
-    waiting: int
-    running: int
-    free_blocks: int
-    total_blocks: int
-    submitted: int
-    finished: dict[str, int]
-    steps: int
-    prefill_tokens: int
-    prefill_chunks: int
-    preemptions: int
-    recomputed_tokens: int
-    decode_steps: int
-    decode_rows: int
-    overshoot_tokens: int
 
 
 class Engine:
     """Continuous batching over one model and one K/V pool. Not thread-safe: one caller drives ``step``."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, cache: PagedCache
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        cache: PagedCache,
+        forward: DecodeForward | CompiledDecode,
+        table: SlotTable | None = None,
+        buckets: BucketSet | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config, self.cache = model, tokenizer, config, cache
+        self.forward, self.table, self.buckets = forward, table, buckets
+        self.planner = Planner(cache, table, buckets)
         self.scheduler = Scheduler(cache, config.max_step_tokens)
-        self._gather_buffers = GatherBuffers() if config.optimize_cpu and model.device.type == "cpu" else None
         self.readback = DeferredReadback(config.readback_lag, config.max_rows, model.device)
         # The last token of each running row, still on the device: the next step's input.
         self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
@@ -106,20 +57,34 @@ class Engine:
         self._finished: Counter[str] = Counter()
 
     @classmethod
-    def build(cls, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig | None = None) -> Engine:
-        """An engine with its K/V pool allocated.
+    def build(
+        cls,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig | None = None,
+        compiler: Compiler = torch_compiler,
+    ) -> Engine:
+        """An engine with its K/V pool allocated; ``compiler`` is used where the config compiles.
 
         Raises `OutOfBlocks` where the memory does not hold the sink and one block.
         """
         config = config or EngineConfig()
-        if config.optimize_cpu and can_pack(model):
-            model = packed_model(model)
         limit = model.config.max_position
         max_context = min(config.max_context or limit, limit)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, max_context)
         pool = KVPool(model.config, num_blocks, config.block_size, model.dtype, model.device)
         max_context = min(max_context, pool.allocator.capacity * config.block_size)
-        return cls(model, tokenizer, config, PagedCache(pool, config.max_rows, max_context))
+        table = SlotTable(config.max_rows, max_context, model.device) if config.slot_table else None
+        buckets = BucketSet(config.max_rows, max_context, config.width_multiple) if config.bucket_decode else None
+        cache = PagedCache(pool, config.max_rows, max_context, table)
+        optimized = config.optimize_cpu and model.device.type == "cpu"
+        packed = packed_model(model) if optimized and can_pack(model) else model
+        if config.compile_decode:
+            # The compiler sees the plain operations, which it can join; packed weights would be opaque to it.
+            forward: DecodeForward | CompiledDecode = CompiledDecode(DecodeForward(model, pool, False), compiler)
+        else:
+            forward = DecodeForward(packed, pool, optimized)
+        return cls(packed, tokenizer, config, cache, forward, table, buckets)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt (text or token ids); the request's id. Raises `RequestRefused`, queueing nothing."""
@@ -187,12 +152,42 @@ class Engine:
     def _decode(self) -> Tensor:
         """One token a running row, ``[rows]``."""
         self.cache.grow()
-        logits = self.decode_step(self._tokens.unsqueeze(1))
+        plan = self.planner.plan()
+        logits = self.decode(plan, self._input_ids(plan))[: plan.live]
         self._counts["decode_steps"] += 1
-        self._counts["decode_rows"] += self.cache.rows
+        self._counts["decode_rows"] += plan.live
+        self._counts["padded_rows"] += len(plan.rows) - plan.live
         if self._sampler is None:
             self._sampler = Sampler(self.scheduler.running, self.model.device)
         return self._sample(self._sampler, logits)
+
+    def _input_ids(self, plan: DecodePlan) -> Tensor:
+        """The rows' newest tokens ``[rows, 1]``; a padded row has token 0, whose logits nobody reads."""
+        padding = len(plan.rows) - plan.live
+        tokens = torch.cat([self._tokens, self._tokens.new_zeros(padding)]) if padding else self._tokens
+        return tokens.unsqueeze(1)
+
+    def decode(self, plan: DecodePlan, input_ids: Tensor) -> Tensor:
+        """Logits ``[rows, vocab]`` of one decode step, padded rows included; ``input_ids`` ``[rows, 1]`` int64.
+
+        In strict mode every gate looks at the plan first, its values too, and a forward that was compiled again is
+        refused; each raises the `Unsound` of its day.
+        """
+        if self.config.strict:
+            self._check(plan)
+        logits = self.forward(input_ids, *plan.tensors)
+        if self.config.strict and isinstance(self.forward, CompiledDecode):
+            check_single_graph(self.forward)
+        return logits
+
+    def _check(self, plan: DecodePlan) -> None:
+        check_plan_current(plan, self.cache)
+        if self.table is not None:
+            check_mapping_is_window(plan, self.table)
+            check_window_intact(plan, self.table)
+        if self.buckets is not None:
+            check_shape_in_set(plan, self.buckets)
+            check_pad_inert(plan)
 
     def _sample(self, sampler: Sampler, logits: Tensor) -> Tensor:
         """One token a row of ``logits``; their log-probabilities go home with the tokens of this step."""
@@ -200,15 +195,6 @@ class Engine:
         if sampler.logprobs is not None:
             self.readback.attach(sampler.logprobs)
         return tokens
-
-    def decode_step(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[rows, vocab]`` of the running rows' next token; ``input_ids`` ``[rows, 1]`` int64."""
-        positions, write_slots, slot_mapping, context_lens = self.cache.decode_addresses()
-        if self._gather_buffers is None:
-            read: Read = DecodeRead(slot_mapping, context_lens)
-        else:
-            read = FusedDecodeRead(slot_mapping, context_lens, self.cache.pool, self._gather_buffers)
-        return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.cache.pool.layers, read)
 
     def _prefill(self, chunks: Sequence[tuple[Prefill, PrefillChunk]]) -> Tensor:
         """The first token of each request whose prompt is complete now, ``[requests]``; they are in rows then."""
@@ -340,6 +326,7 @@ class Engine:
         """The counts so far; see `EngineStats`."""
         allocator = self.cache.pool.allocator
         counts = self._counts
+        compiled = self.forward if isinstance(self.forward, CompiledDecode) else None
         return EngineStats(
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running) + (self.scheduler.prefill is not None),
@@ -355,6 +342,9 @@ class Engine:
             decode_steps=counts["decode_steps"],
             decode_rows=counts["decode_rows"],
             overshoot_tokens=counts["overshoot_tokens"],
+            padded_rows=counts["padded_rows"],
+            graphs=compiled.graphs if compiled else 0,
+            recompiles=len(compiled.recompiles) if compiled else 0,
         )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

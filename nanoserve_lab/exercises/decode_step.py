@@ -1,4 +1,4 @@
-"""Checkers for the lessons' exercises: each runs what the reader wrote and says what is right or what is off."""
+"""Lesson 00: the launches of a step, and where bytes and launches take the same time."""
 
 from __future__ import annotations
 
