@@ -142,9 +142,11 @@ class Planner:
 
 
 def check_plan_current(plan: DecodePlan, cache: PlannedCache) -> None:
-    """The plan describes the cache as it is now: the same rows, each as long as the plan says.
+    """The plan describes the cache as it is now: the same rows, each as long as the plan says and with its newest token
+    in the slot that the plan writes.
 
-    Without snapshots it reads ``context_lens``: on a device that is a synchronisation. Raises `PlanUnsound`.
+    Without snapshots it reads ``context_lens`` and ``write_slots``: on a device that is a synchronisation. Raises
+    `PlanUnsound`.
     """
     if plan.live != cache.rows:
         raise PlanUnsound(f"plan: made for {plan.live} rows, {cache.rows} run now; plan again after the batch changed")
@@ -153,4 +155,11 @@ def check_plan_current(plan: DecodePlan, cache: PlannedCache) -> None:
             raise PlanUnsound(
                 f"context_lens: the plan has row {row} at {planned} tokens, the cache at {now}; "
                 "a step ran after the plan was made, and this one would write its token over an older one"
+            )
+    # A row that another sequence of the same length has taken differs in its blocks alone.
+    for row, (planned, now) in enumerate(zip(plan.write_list, cache.newest_slots.tolist(), strict=False)):
+        if planned != now:
+            raise PlanUnsound(
+                f"write_slots: the plan writes row {row}'s token to slot {planned}, the cache has slot {now} for it; "
+                "another sequence is in that row now, and this step would write into blocks that are not its own"
             )

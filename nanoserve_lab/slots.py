@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoserve_lab.plan import DecodePlan
+from nanoserve_lab.plan import DecodePlan, PlannedCache
 from nanoserve_lab.unsound import Unsound
 
 IntArray = NDArray[np.int64]
@@ -37,11 +37,17 @@ class SlotTable:
             if value < 1:
                 raise ValueError(f"{name}: wanted 1 or more, got {value}")
         self.max_rows, self.max_context = max_rows, max_context
-        self.data = torch.zeros(max_rows, max_context, dtype=torch.int64, device=device)
-        host = self.data if self.data.device.type == "cpu" else torch.zeros(max_rows, max_context, dtype=torch.int64)
-        self.mirror: IntArray = host.numpy()
+        # Rows lie one cell further apart than the table is wide. A window of its full width would be contiguous
+        # otherwise and any other not, and a compiler makes a graph of its own for each of the two.
+        pitch = max_context + 1
+        cells = torch.zeros(max_rows * pitch, dtype=torch.int64, device=device)
+        self.data = cells.view(max_rows, pitch)[:, :max_context]
+        host = cells if cells.device.type == "cpu" else torch.zeros_like(cells, device="cpu")
+        self._cells: IntArray = host.numpy()
+        self.mirror: IntArray = self._cells.reshape(max_rows, pitch)[:, :max_context]
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
-        self._row_starts = np.arange(max_rows) * max_context
+        self._row_starts = np.arange(max_rows) * pitch
+        self._device_cells = cells
 
     def fill(self, row: int, slots: IntArray) -> None:
         """Give ``row``, which was empty, a sequence whose tokens lie in ``slots`` ``[tokens]``.
@@ -72,11 +78,11 @@ class SlotTable:
                 f"slot table: column {self.max_context} of row {row}, the table has columns 0 to {self.max_context - 1}"
             )
         cells = self._row_starts[:rows] + lengths
-        self.mirror.reshape(-1)[cells] = slots
+        self._cells[cells] = slots
         lengths += 1
         if self.data.device.type != "cpu":
             sent = torch.from_numpy(np.stack([cells, slots])).pin_memory().to(self.data.device, non_blocking=True)
-            self.data.view(-1).index_copy_(0, sent[0], sent[1])
+            self._device_cells.index_copy_(0, sent[0], sent[1])
 
     def move(self, source: int, target: int) -> None:
         """The prefix rule: ``source``, the last row in use, takes the place of ``target``, which ends. No other row
@@ -144,13 +150,16 @@ def check_mapping_is_window(plan: DecodePlan, table: SlotTable) -> None:
         raise SlotsUnsound(f"slot_mapping {shape}: strides {mapping.stride()}, the slot table's are {data.stride()}")
 
 
-def check_window_intact(plan: DecodePlan, table: SlotTable) -> None:
+def check_window_intact(plan: DecodePlan, table: SlotTable, cache: PlannedCache | None = None) -> None:
     """The rectangle says what the plan's own witnesses say: each live row ends in the slot that this step writes, holds
     no slot twice, and is the sink behind its end.
 
-    Reads the rectangle's values: on a device that is a synchronisation. Raises `SlotsUnsound`.
+    These know a row's newest slot and its length, not its history: with the ``cache`` that was planned for, every slot
+    is compared with the blocks that the row owns. Reads the rectangle's values: on a device that is a synchronisation.
+    Raises `SlotsUnsound`.
     """
     window = plan.slot_mapping.cpu().numpy()
+    owned = None if cache is None else cache.gather(window.shape[1])
     for row in range(plan.live):
         length, slot = plan.context_list[row], plan.write_list[row]
         if not 1 <= length <= window.shape[1]:
@@ -161,6 +170,11 @@ def check_window_intact(plan: DecodePlan, table: SlotTable) -> None:
                 f"slot_mapping: row {row} reads its newest token from slot {seen}, the step writes it to slot {slot}"
             )
         used = window[row, :length]
+        if owned is not None and (wrong := np.flatnonzero(used != owned[row, :length])).size:
+            raise SlotsUnsound(
+                f"slot_mapping: row {row} reads token {int(wrong[0])} from slot {int(used[wrong[0]])}, its blocks hold "
+                f"that token in slot {int(owned[row, wrong[0]])}"
+            )
         if used.min() < 1 or len(np.unique(used)) != length:
             raise SlotsUnsound(f"slot_mapping: row {row} reads the sink or one slot twice in its {length} tokens")
         if window[row, length:].any():

@@ -6,14 +6,16 @@ from collections import Counter
 from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_cache import check_invariants
 
 from nanoserve_lab.cache.pool import OutOfBlocks
+from nanoserve_lab.compiled import eager_compiler
 from nanoserve_lab.engine import Completion, Engine, EngineConfig, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.model.tiny import TINY, tiny_model
@@ -29,7 +31,20 @@ def exact_model() -> Transformer:
 
 def build(**sizes: int) -> Engine:
     defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 14, "max_step_tokens": 64}
-    return Engine.build(exact_model(), None, EngineConfig(**(defaults | sizes)))  # type: ignore[arg-type]
+    config = EngineConfig(**(defaults | sizes))  # type: ignore[arg-type]
+    return Engine.build(exact_model(), None, config, eager_compiler)
+
+
+#: The engine's switches, day by day; all of them say the same.
+MODES = {
+    "gathered": {"slot_table": False},
+    "window": {},
+    "plain": {"optimize_cpu": False},
+    "bucketed": {"bucket_decode": True, "width_multiple": 8},
+    "one bucket": {"bucket_decode": True, "width_multiple": 32, "optimize_cpu": False},
+    "compiled": {"compile_decode": True},
+    "compiled and bucketed": {"compile_decode": True, "bucket_decode": True, "width_multiple": 16},
+}
 
 
 @cache
@@ -55,14 +70,22 @@ params = st.builds(
 class EngineMachine(RuleBasedStateMachine):
     """Requests arrive, decode, stop, finish, are cancelled and preempted in any order, in a pool too small for all."""
 
+    modes = ("gathered", "window", "plain", "bucketed", "one bucket")
+
     def __init__(self) -> None:
         super().__init__()
-        # Eight blocks: one sequence at full context takes all of them. Nine tokens a step: prompts come in chunks.
-        self.engine = build(num_blocks=9, max_step_tokens=9)
         self.asked: dict[int, tuple[tuple[int, ...], SamplingParams]] = {}
         self.heard: dict[int, list[int]] = {}
         self.done: dict[int, Completion] = {}
         self.cancelled: set[int] = set()
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        # Eight blocks: one sequence at full context takes all of them. Nine tokens a step: prompts come in chunks.
+        mode = data.draw(st.sampled_from(self.modes))
+        self.engine = build(num_blocks=9, max_step_tokens=9, strict=True, **MODES[mode])
+        # The sink may hold anything: no live row reads it.
+        self.engine.cache.pool.data[:, :, 0] = float("nan")
 
     @rule(prompt=prompts, params=params)
     def submit(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
@@ -113,6 +136,12 @@ class EngineMachine(RuleBasedStateMachine):
         for row, request in enumerate(scheduler.running):
             # The newest token is sampled but not written yet.
             assert self.engine.cache.lengths[row] == len(request.prompt_ids) + request.issued - 1
+        if self.engine.table is not None:
+            wanted = np.zeros_like(self.engine.table.mirror)
+            for row in range(len(scheduler.running)):
+                slots = self.engine.cache.slots(row)
+                wanted[row, : len(slots)] = slots
+            assert np.array_equal(self.engine.table.data.numpy(), wanted), "the table keeps what no row owns"
 
     def teardown(self) -> None:
         while self.engine.has_work:
@@ -125,15 +154,32 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.free_blocks == stats.total_blocks
         assert stats.finished == Counter(completion.finish_reason for completion in self.done.values())
         assert stats.submitted == len(self.asked)
+        assert stats.recompiles == 0
+        assert stats.graphs <= 2
 
 
 class TestEngineMachine(EngineMachine.TestCase):
     settings: ClassVar = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+class CompiledEngineMachine(EngineMachine):
+    """The same with a compiled forward; compiling takes most of the time."""
+
+    modes = ("compiled", "compiled and bucketed")
+
+
+class TestCompiledEngineMachine(CompiledEngineMachine.TestCase):
+    settings: ClassVar = settings(max_examples=8, stateful_step_count=30, deadline=None)
+
+
 @pytest.mark.slow
 class TestEngineMachineAtLength(EngineMachine.TestCase):
     settings: ClassVar = settings(max_examples=2000, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestCompiledEngineMachineAtLength(CompiledEngineMachine.TestCase):
+    settings: ClassVar = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])

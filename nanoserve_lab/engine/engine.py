@@ -184,7 +184,7 @@ class Engine:
         check_plan_current(plan, self.cache)
         if self.table is not None:
             check_mapping_is_window(plan, self.table)
-            check_window_intact(plan, self.table)
+            check_window_intact(plan, self.table, self.cache)
         if self.buckets is not None:
             check_shape_in_set(plan, self.buckets)
             check_pad_inert(plan)
