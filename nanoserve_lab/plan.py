@@ -13,6 +13,8 @@ from torch import Tensor
 from nanoserve_lab.unsound import Unsound
 
 IntArray = NDArray[np.int64]
+#: The host's copy of a tensor's values: a tuple, or an array that nobody else writes to.
+Snapshot = tuple[int, ...] | IntArray
 
 
 class PlanUnsound(Unsound):
@@ -40,8 +42,8 @@ class DecodePlan:
     write_slots: Tensor
     context_lens: Tensor
     slot_mapping: Tensor
-    context_snapshot: tuple[int, ...] | None = None
-    write_snapshot: tuple[int, ...] | None = None
+    context_snapshot: Snapshot | None = None
+    write_snapshot: Snapshot | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,20 +66,22 @@ class DecodePlan:
         return _witness(self.write_snapshot, self.write_slots)
 
 
-def _witness(snapshot: tuple[int, ...] | None, tensor: Tensor) -> list[int]:
-    values: list[int] = list(snapshot) if snapshot is not None else tensor.tolist()
+def _witness(snapshot: Snapshot | None, tensor: Tensor) -> list[int]:
+    source = tensor if snapshot is None else np.asarray(snapshot)
+    values: list[int] = source.tolist()
     return values
 
 
 class PlannedCache(Protocol):
-    """What a planner asks of a K/V cache whose rows ``0 .. rows - 1`` have just grown by one token."""
+    """What a planner asks of a K/V cache whose rows ``0 .. rows - 1`` have just grown by one token.
+
+    ``lengths`` ``[max_rows]`` are the rows' tokens and ``newest_slots`` ``[max_rows]`` the slots of the newest; both
+    are 0 past the rows that run.
+    """
 
     rows: int
     lengths: IntArray
-
-    @property
-    def newest_slots(self) -> IntArray:
-        """The slot of each row's newest token, ``[rows]``."""
+    newest_slots: IntArray
 
     def gather(self, width: int) -> IntArray:
         """The rows' slots, ``[rows, width]``, the sink behind a row's end."""
@@ -100,38 +104,73 @@ class Shapes(Protocol):
         """The smallest shape of the set that covers ``rows`` and ``context``."""
 
 
+class Buffer(Protocol):
+    """A tensor that is written in place: `inputs.InputBuffer`."""
+
+    def write(self, values: IntArray) -> Tensor:
+        """Write ``values`` to the first rows; the window over them."""
+
+
+class Buffers(Protocol):
+    """The step's input buffers: `inputs.DecodeInputs`."""
+
+    @property
+    def positions(self) -> Buffer: ...
+    @property
+    def write_slots(self) -> Buffer: ...
+    @property
+    def context_lens(self) -> Buffer: ...
+
+
 class Planner:
     """Builds the plan of the next step from the parts it is handed.
 
     The read rectangle is gathered from the ``cache``, or is a window of ``table``; with ``buckets`` its shape is the
-    smallest of a closed set that fits, and the rows added are padding.
+    smallest of a closed set that fits, and the rows added are padding. The other tensors are built anew, or are windows
+    of ``inputs``; then the plan carries snapshots.
     """
 
-    def __init__(self, cache: PlannedCache, table: Windows | None = None, buckets: Shapes | None = None) -> None:
+    def __init__(
+        self,
+        cache: PlannedCache,
+        table: Windows | None = None,
+        buckets: Shapes | None = None,
+        inputs: Buffers | None = None,
+    ) -> None:
         if buckets is not None and table is None:
             raise ValueError("buckets: a padded rectangle is a window on a slot table, and this planner has none")
-        self._cache, self._table, self._buckets = cache, table, buckets
+        self._cache, self._table, self._buckets, self._inputs = cache, table, buckets, inputs
         self._prefixes: dict[int, tuple[int, ...]] = {}
 
     def plan(self) -> DecodePlan:
         """The plan of one decode step over the rows that run, after they have grown; at least one must run."""
-        cache = self._cache
+        cache, inputs = self._cache, self._inputs
         live = cache.rows
-        lengths = cache.lengths[:live]
-        shape = live, int(lengths.max())
+        shape = live, int(cache.lengths[:live].max())
         rows, width = shape if self._buckets is None else self._buckets.fit(*shape)
-        padding = rows - live
         prefix = self._prefix(rows)
+        # A padded row is one token long, at position 0, and its slot is the sink.
+        context = np.maximum(cache.lengths[:rows], 1)
+        positions, slots = context - 1, cache.newest_slots[:rows]
         if self._table is None:
-            mapping, context_lens = cache.tensor(cache.gather(width)), cache.tensor(lengths)
+            mapping, context_lens = cache.tensor(cache.gather(width)), None
         else:
-            mapping, context_lens = self._table.read(prefix, width)
-        positions, write_slots = lengths - 1, cache.newest_slots
-        if padding:
-            zeros = np.zeros(padding, dtype=np.int64)
-            positions, write_slots = np.concatenate([positions, zeros]), np.concatenate([write_slots, zeros])
+            mapping, context_lens = self._table.read(
+                prefix, width, None if inputs is None else inputs.context_lens.write
+            )
+        if inputs is None:
+            lens = cache.tensor(context) if context_lens is None else context_lens
+            return DecodePlan(prefix, live, cache.tensor(positions).unsqueeze(1), cache.tensor(slots), lens, mapping)
+        lens = inputs.context_lens.write(context) if context_lens is None else context_lens
         return DecodePlan(
-            prefix, live, cache.tensor(positions).unsqueeze(1), cache.tensor(write_slots), context_lens, mapping
+            prefix,
+            live,
+            inputs.positions.write(positions),
+            inputs.write_slots.write(slots),
+            lens,
+            mapping,
+            context_snapshot=context,
+            write_snapshot=slots.copy(),
         )
 
     def _prefix(self, rows: int) -> tuple[int, ...]:
@@ -157,7 +196,7 @@ def check_plan_current(plan: DecodePlan, cache: PlannedCache) -> None:
                 "a step ran after the plan was made, and this one would write its token over an older one"
             )
     # A row that another sequence of the same length has taken differs in its blocks alone.
-    for row, (planned, now) in enumerate(zip(plan.write_list, cache.newest_slots.tolist(), strict=False)):
+    for row, (planned, now) in enumerate(zip(plan.write_list, cache.newest_slots[: cache.rows].tolist(), strict=False)):
         if planned != now:
             raise PlanUnsound(
                 f"write_slots: the plan writes row {row}'s token to slot {planned}, the cache has slot {now} for it; "

@@ -116,7 +116,7 @@ class SlotTable:
             )
         lengths = np.maximum(self.lengths[:count], 1)
         if lengths_writer is None:
-            written = torch.from_numpy(lengths).to(self.data.device, copy=True)
+            written = torch.from_numpy(lengths).to(self.data.device)  # a fresh array: nobody else writes to it
         else:
             written = lengths_writer(lengths)
         return self.data[:count, :width], written

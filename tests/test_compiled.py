@@ -199,14 +199,15 @@ def test_an_engine_with_python_state_in_its_forward_is_refused() -> None:
     inner: Any = engine.forward.forward
 
     class Counting:
-        steps = 0
+        def __init__(self) -> None:
+            self.steps = 0
 
         def __call__(self, ids: Tensor, *tensors: Tensor) -> Tensor:
             out: Tensor = inner(ids, *tensors) + 0 * self.steps
             return out
 
     forward = Counting()
-    engine.forward = CompiledDecode(forward, eager_compiler)
+    engine.decode_graphs.forward = CompiledDecode(forward, eager_compiler)
     engine.submit([1, 2, 3], SamplingParams(max_tokens=9))
     for _ in range(3):
         engine.step()

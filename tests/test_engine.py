@@ -15,12 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_cache import check_invariants
 
 from nanoserve_lab.cache.pool import OutOfBlocks
+from nanoserve_lab.captured import eager_recorder, tape_recorder
 from nanoserve_lab.compiled import eager_compiler
 from nanoserve_lab.engine import Completion, Engine, EngineConfig, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.model.tokenizer import Tokenizer
 from nanoserve_lab.model.transformer import Transformer
+from nanoserve_lab.recorders import Recorder
 
 
 @cache
@@ -29,10 +31,10 @@ def exact_model() -> Transformer:
     return tiny_model(dtype=torch.float64)
 
 
-def build(**sizes: int) -> Engine:
+def build(recorder: Recorder = tape_recorder, **sizes: int) -> Engine:
     defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 14, "max_step_tokens": 64}
     config = EngineConfig(**(defaults | sizes))  # type: ignore[arg-type]
-    return Engine.build(exact_model(), None, config, eager_compiler)
+    return Engine.build(exact_model(), None, config, eager_compiler, recorder)
 
 
 #: The engine's switches, day by day; all of them say the same.
@@ -42,8 +44,19 @@ MODES = {
     "plain": {"optimize_cpu": False},
     "bucketed": {"bucket_decode": True, "width_multiple": 8},
     "one bucket": {"bucket_decode": True, "width_multiple": 32, "optimize_cpu": False},
+    "persistent": {"persist_inputs": True},
+    "persistent, gathered": {"persist_inputs": True, "slot_table": False},
+    "persistent and bucketed": {"persist_inputs": True, "bucket_decode": True, "width_multiple": 8},
+    "recorded": {"capture_decode": True, "persist_inputs": True, "bucket_decode": True, "width_multiple": 16},
     "compiled": {"compile_decode": True},
     "compiled and bucketed": {"compile_decode": True, "bucket_decode": True, "width_multiple": 16},
+    "compiled and recorded": {
+        "compile_decode": True,
+        "capture_decode": True,
+        "persist_inputs": True,
+        "bucket_decode": True,
+        "width_multiple": 32,
+    },
 }
 
 
@@ -70,7 +83,8 @@ params = st.builds(
 class EngineMachine(RuleBasedStateMachine):
     """Requests arrive, decode, stop, finish, are cancelled and preempted in any order, in a pool too small for all."""
 
-    modes = ("gathered", "window", "plain", "bucketed", "one bucket")
+    modes: ClassVar = [mode for mode in MODES if "compiled" not in mode and "recorded" not in mode]
+    recorders: ClassVar = [tape_recorder]
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +97,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         # Eight blocks: one sequence at full context takes all of them. Nine tokens a step: prompts come in chunks.
         mode = data.draw(st.sampled_from(self.modes))
-        self.engine = build(num_blocks=9, max_step_tokens=9, strict=True, **MODES[mode])
+        recorder = data.draw(st.sampled_from(self.recorders))
+        self.engine = build(recorder, num_blocks=9, max_step_tokens=9, strict=True, **MODES[mode])
         # The sink may hold anything: no live row reads it.
         self.engine.cache.pool.data[:, :, 0] = float("nan")
 
@@ -156,6 +171,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.submitted == len(self.asked)
         assert stats.recompiles == 0
         assert stats.graphs <= 2
+        if self.engine.config.capture_decode:
+            assert stats.replays == stats.decode_steps
+            assert stats.eager_steps == {}
+        else:
+            assert stats.eager_steps.get("off", 0) == stats.decode_steps
 
 
 class TestEngineMachine(EngineMachine.TestCase):
@@ -163,13 +183,14 @@ class TestEngineMachine(EngineMachine.TestCase):
 
 
 class CompiledEngineMachine(EngineMachine):
-    """The same with a compiled forward; compiling takes most of the time."""
+    """The same with a forward that is compiled or recorded, which takes most of the time."""
 
-    modes = ("compiled", "compiled and bucketed")
+    modes: ClassVar = [mode for mode in MODES if "compiled" in mode or "recorded" in mode]
+    recorders: ClassVar = [tape_recorder, eager_recorder]
 
 
 class TestCompiledEngineMachine(CompiledEngineMachine.TestCase):
-    settings: ClassVar = settings(max_examples=8, stateful_step_count=30, deadline=None)
+    settings: ClassVar = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

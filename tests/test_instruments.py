@@ -27,9 +27,9 @@ def test_a_two_row_step_counted_by_hand() -> None:
     # the pool; two gathers, V zeroed, Q scaled, K and V laid out, two products, mask, softmax; silu and its product;
     # two sums.
     layer = 2 + 4 + 3 + 2 + 2 + 1 + 1 + 2 + 2 + 1 + 1 + 2 + 2
-    # Around them: four addresses copied, the mask's arange and comparison, the embedding and the two RoPE rows; the
-    # last norm, the LM head, argmax, and the copy home.
-    around = 4 + 2 + 1 + 2 + 1 + 1 + 1 + 1
+    # Around them: the mask's arange and comparison, the embedding and the two RoPE rows; the last norm, the LM head,
+    # argmax, and the copy home.
+    around = 2 + 1 + 2 + 1 + 1 + 1 + 1
     trace = traced_decode_step()
     assert len(trace.launches) == TINY.num_layers * layer + around
     kinds = trace.frame().kind.value_counts()

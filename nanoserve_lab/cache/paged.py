@@ -50,7 +50,8 @@ class PagedCache:
     """Block tables and lengths of the running sequences, one a row; the rows in use are always ``0 .. rows - 1``.
 
     A row that leaves is filled from the end. ``lengths[row]`` counts the tokens whose K and V are written, or will be
-    by the step whose addresses were handed out last. A ``table`` is told of every change.
+    by the step whose addresses were handed out last, and ``newest_slots[row]`` is the slot of the last of them; both
+    are 0 past the rows in use. A ``table`` is told of every change.
     """
 
     def __init__(self, pool: KVPool, max_rows: int, max_context: int, table: RowTable | None = None) -> None:
@@ -59,7 +60,7 @@ class PagedCache:
         self.rows = 0
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
         self.table: IntArray = np.zeros((max_rows, pool.blocks_for(max_context)), dtype=np.int64)
-        self._newest: IntArray = np.zeros(max_rows, dtype=np.int64)
+        self.newest_slots: IntArray = np.zeros(max_rows, dtype=np.int64)
         self._offsets = np.arange(pool.block_size)
 
     def owned(self, row: int) -> list[int]:
@@ -86,7 +87,7 @@ class PagedCache:
         self.table[row, : len(blocks)] = blocks
         self.lengths[row] = tokens
         slots = self.slots(row)
-        self._newest[row] = slots[-1]
+        self.newest_slots[row] = slots[-1]
         if self._row_table is not None:
             self._row_table.fill(row, slots)
         self.rows += 1
@@ -102,7 +103,7 @@ class PagedCache:
         Raises, changing nothing, `OutOfBlocks` where the pool has not enough blocks and `ValueError` where a row is at
         ``max_context``.
         """
-        lengths, newest = self.lengths[: self.rows], self._newest[: self.rows]
+        lengths, newest = self.lengths[: self.rows], self.newest_slots[: self.rows]
         self._check_context(int(lengths.max(initial=0)) + 1)
         full = np.flatnonzero(lengths % self.pool.block_size == 0)
         taken = self.pool.allocator.take(full.size) if full.size else []
@@ -120,8 +121,8 @@ class PagedCache:
         self.pool.allocator.give_back(self.owned(row))
         last = self.rows - 1
         self.table[row], self.lengths[row] = self.table[last], self.lengths[last]
-        self._newest[row] = self._newest[last]
-        self.table[last], self.lengths[last], self._newest[last] = 0, 0, 0
+        self.newest_slots[row] = self.newest_slots[last]
+        self.table[last], self.lengths[last], self.newest_slots[last] = 0, 0, 0
         if self._row_table is not None:
             self._row_table.move(last, row)
         self.rows = last
@@ -145,11 +146,6 @@ class PagedCache:
             writes.append(slots[start:])
             at += stop - start
         return PrefillAddresses(self.tensor(np.concatenate(positions)), self.tensor(np.concatenate(writes)), spans)
-
-    @property
-    def newest_slots(self) -> IntArray:
-        """The slot of each row's newest token, ``[rows]``."""
-        return self._newest[: self.rows]
 
     def gather(self, width: int) -> IntArray:
         """The slots of every row, ``[rows, width]``, the sink behind a row's end, built anew on every call.

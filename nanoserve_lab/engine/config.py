@@ -18,8 +18,9 @@ class EngineConfig:
 
     The days of the course, one by one: ``slot_table`` makes the read rectangle a window (off: gathered in every step);
     ``compile_decode`` compiles the decode forward; ``bucket_decode`` pads every step to a shape of a closed set whose
-    widths are multiples of ``width_multiple``. With ``strict`` every gate looks at every step, which costs a
-    synchronisation on a device, and nothing is passed over in silence.
+    widths are multiples of ``width_multiple``; ``persist_inputs`` writes the inputs in place; ``capture_decode``
+    records the step of each shape when it is first seen and replays it after that. With ``strict`` every gate looks at
+    every step, which costs a synchronisation on a device, and nothing is passed over in silence.
     """
 
     max_rows: int = 8
@@ -34,6 +35,8 @@ class EngineConfig:
     compile_decode: bool = False
     bucket_decode: bool = False
     width_multiple: int = 128
+    persist_inputs: bool = False
+    capture_decode: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -62,8 +65,9 @@ class EngineStats:
     and chunks (``prefill_chunks``), ``recomputed_tokens`` those of them that had been computed before a
     ``preemption``. ``decode_rows`` is the sum of the rows over all decode steps, and ``overshoot_tokens`` were decoded
     after a stop that the host had not read yet, and thrown away. ``padded_rows`` is the sum of the rows that buckets
-    added; ``graphs`` counts the compiled graphs of the decode forward and ``recompiles`` those of them made for
-    arguments that had one.
+    added; ``captures`` and ``replays`` count recorded shapes and their replays, ``eager_steps`` the decode steps that
+    were not replayed, by reason; ``graphs`` counts the compiled graphs of the decode forward and ``recompiles`` those
+    of them made for arguments that had one.
     """
 
     waiting: int
@@ -81,5 +85,8 @@ class EngineStats:
     decode_rows: int
     overshoot_tokens: int
     padded_rows: int
+    captures: int
+    replays: int
+    eager_steps: dict[str, int]
     graphs: int
     recompiles: int

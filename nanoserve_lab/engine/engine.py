@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve_lab.buckets import BucketSet, check_pad_inert, check_shape_in_set
+from nanoserve_lab.buckets import check_pad_inert, check_shape_in_set
 from nanoserve_lab.cache.attention import PrefillRead
-from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
-from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
+from nanoserve_lab.cache.paged import PrefillChunk
+from nanoserve_lab.captured import check_output_not_held, default_recorder
 from nanoserve_lab.compiled import CompiledDecode, Compiler, check_single_graph, torch_compiler
-from nanoserve_lab.device import free_memory, upload
+from nanoserve_lab.device import upload
 from nanoserve_lab.engine.config import EngineConfig, EngineStats
 from nanoserve_lab.engine.deferred import DeferredReadback
-from nanoserve_lab.engine.forward import DecodeForward
+from nanoserve_lab.engine.parts import EngineParts, build_parts
 from nanoserve_lab.engine.request import Completion, Request, RequestRefused, SamplingParams, TokenEvent
 from nanoserve_lab.engine.sampling import Sampler
 from nanoserve_lab.engine.scheduler import Prefill, Scheduler
-from nanoserve_lab.model.packing import can_pack, packed_model
 from nanoserve_lab.model.tokenizer import Tokenizer
 from nanoserve_lab.model.transformer import Transformer
-from nanoserve_lab.plan import DecodePlan, Planner, check_plan_current
-from nanoserve_lab.slots import SlotTable, check_mapping_is_window, check_window_intact
+from nanoserve_lab.plan import DecodePlan, check_plan_current
+from nanoserve_lab.recorders import Recorder
+from nanoserve_lab.slots import check_mapping_is_window, check_window_intact
 
 Prompt = str | Sequence[int]
 
@@ -33,23 +33,14 @@ Prompt = str | Sequence[int]
 class Engine:
     """Continuous batching over one model and one K/V pool. Not thread-safe: one caller drives ``step``."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer | None,
-        config: EngineConfig,
-        cache: PagedCache,
-        forward: DecodeForward | CompiledDecode,
-        table: SlotTable | None = None,
-        buckets: BucketSet | None = None,
-    ) -> None:
-        self.model, self.tokenizer, self.config, self.cache = model, tokenizer, config, cache
-        self.forward, self.table, self.buckets = forward, table, buckets
-        self.planner = Planner(cache, table, buckets)
-        self.scheduler = Scheduler(cache, config.max_step_tokens)
-        self.readback = DeferredReadback(config.readback_lag, config.max_rows, model.device)
+    def __init__(self, parts: EngineParts, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        self.model, self.tokenizer, self.config, self.cache = parts.model, tokenizer, config, parts.cache
+        self.decode_graphs, self.planner = parts.decode_graphs, parts.planner
+        self.table, self.buckets, self.inputs = parts.table, parts.buckets, parts.inputs
+        self.scheduler = Scheduler(self.cache, config.max_step_tokens)
+        self.readback = DeferredReadback(config.readback_lag, config.max_rows, self.model.device)
         # The last token of each running row, still on the device: the next step's input.
-        self._tokens = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self.model.device)
         self._sampler: Sampler | None = None
         self._live: dict[int, Request] = {}
         self._events: list[TokenEvent] = []
@@ -63,28 +54,15 @@ class Engine:
         tokenizer: Tokenizer | None,
         config: EngineConfig | None = None,
         compiler: Compiler = torch_compiler,
+        recorder: Recorder = default_recorder,
     ) -> Engine:
-        """An engine with its K/V pool allocated; ``compiler`` is used where the config compiles.
+        """An engine with its K/V pool allocated; ``compiler`` and ``recorder`` are used where the config says so.
 
-        Raises `OutOfBlocks` where the memory does not hold the sink and one block.
+        Raises, before anything is allocated, `captured.CaptureUnsound` where recording lacks a switch, and
+        `OutOfBlocks` where the memory does not hold the sink and one block.
         """
         config = config or EngineConfig()
-        limit = model.config.max_position
-        max_context = min(config.max_context or limit, limit)
-        num_blocks = config.num_blocks or _blocks_that_fit(model, config, max_context)
-        pool = KVPool(model.config, num_blocks, config.block_size, model.dtype, model.device)
-        max_context = min(max_context, pool.allocator.capacity * config.block_size)
-        table = SlotTable(config.max_rows, max_context, model.device) if config.slot_table else None
-        buckets = BucketSet(config.max_rows, max_context, config.width_multiple) if config.bucket_decode else None
-        cache = PagedCache(pool, config.max_rows, max_context, table)
-        optimized = config.optimize_cpu and model.device.type == "cpu"
-        packed = packed_model(model) if optimized and can_pack(model) else model
-        if config.compile_decode:
-            # The compiler sees the plain operations, which it can join; packed weights would be opaque to it.
-            forward: DecodeForward | CompiledDecode = CompiledDecode(DecodeForward(model, pool, False), compiler)
-        else:
-            forward = DecodeForward(packed, pool, optimized)
-        return cls(packed, tokenizer, config, cache, forward, table, buckets)
+        return cls(build_parts(model, config, compiler, recorder), tokenizer, config)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt (text or token ids); the request's id. Raises `RequestRefused`, queueing nothing."""
@@ -153,19 +131,30 @@ class Engine:
         """One token a running row, ``[rows]``."""
         self.cache.grow()
         plan = self.planner.plan()
-        logits = self.decode(plan, self._input_ids(plan))[: plan.live]
+        logits = self.decode(plan, self._input_tensor(self._tokens, plan))[: plan.live]
         self._counts["decode_steps"] += 1
         self._counts["decode_rows"] += plan.live
         self._counts["padded_rows"] += len(plan.rows) - plan.live
         if self._sampler is None:
             self._sampler = Sampler(self.scheduler.running, self.model.device)
-        return self._sample(self._sampler, logits)
+        tokens = self._sample(self._sampler, logits)
+        if self.config.strict:
+            # The tokens wait for their readback over several steps; the logits live for one.
+            for graph in self.decode_graphs.graphs.values():
+                check_output_not_held(graph, [tokens])
+        return tokens
 
-    def _input_ids(self, plan: DecodePlan) -> Tensor:
-        """The rows' newest tokens ``[rows, 1]``; a padded row has token 0, whose logits nobody reads."""
+    def _input_tensor(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        """The tensor ``[rows, 1]`` that the rows' newest ``tokens`` ``[live]``, which are on the device, become.
+
+        Alone it is a view that costs nothing. In the input buffer it is a copy, on purpose: a view lies wherever the
+        sampler's last allocation did, and no recording can follow it. What a padded row holds does not matter, as long
+        as it is a token: nobody reads its logits.
+        """
+        if self.inputs is not None:
+            return self.inputs.input_ids.write(tokens, window=len(plan.rows))
         padding = len(plan.rows) - plan.live
-        tokens = torch.cat([self._tokens, self._tokens.new_zeros(padding)]) if padding else self._tokens
-        return tokens.unsqueeze(1)
+        return (torch.cat([tokens, tokens.new_zeros(padding)]) if padding else tokens).unsqueeze(1)
 
     def decode(self, plan: DecodePlan, input_ids: Tensor) -> Tensor:
         """Logits ``[rows, vocab]`` of one decode step, padded rows included; ``input_ids`` ``[rows, 1]`` int64.
@@ -175,10 +164,15 @@ class Engine:
         """
         if self.config.strict:
             self._check(plan)
-        logits = self.forward(input_ids, *plan.tensors)
+        logits = self.decode_graphs(plan, input_ids)
         if self.config.strict and isinstance(self.forward, CompiledDecode):
             check_single_graph(self.forward)
         return logits
+
+    @property
+    def forward(self) -> Callable[..., Tensor]:
+        """The decode step's forward below the recordings: a `DecodeForward`, or the `CompiledDecode` of one."""
+        return self.decode_graphs.forward
 
     def _check(self, plan: DecodePlan) -> None:
         check_plan_current(plan, self.cache)
@@ -343,6 +337,9 @@ class Engine:
             decode_rows=counts["decode_rows"],
             overshoot_tokens=counts["overshoot_tokens"],
             padded_rows=counts["padded_rows"],
+            captures=self.decode_graphs.captures,
+            replays=self.decode_graphs.replays,
+            eager_steps=dict(self.decode_graphs.eager_steps),
             graphs=compiled.graphs if compiled else 0,
             recompiles=len(compiled.recompiles) if compiled else 0,
         )
@@ -360,16 +357,3 @@ class Engine:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                 raise RequestRefused(f"prompt: wanted token ids of 0 to {vocab - 1}, got {token!r}")
         return prompt_ids
-
-
-def _blocks_that_fit(model: Transformer, config: EngineConfig, max_context: int) -> int:
-    """Blocks for all rows at full context and the sink, or as many as the allowed share of free memory holds."""
-    wanted = config.max_rows * -(-max_context // config.block_size) + 1
-    size = block_bytes(model.config, config.block_size, model.dtype)
-    allowed = int(free_memory(model.device) * config.memory_fraction) // size
-    if allowed < 2:
-        raise OutOfBlocks(
-            f"{config.memory_fraction:.0%} of the free memory on {model.device} holds {allowed} K/V blocks of {size:,} "
-            "bytes; the sink and one more are the least. Free some memory, or set num_blocks or a smaller block_size"
-        )
-    return min(wanted, allowed)

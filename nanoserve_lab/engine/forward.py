@@ -6,8 +6,12 @@ from torch import Tensor
 
 from nanoserve_lab.cache.attention import DecodeRead
 from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
-from nanoserve_lab.cache.pool import KVPool
+from nanoserve_lab.cache.pool import SINK_SLOT, KVPool
+from nanoserve_lab.inputs import Addresses, DecodeInputs
+from nanoserve_lab.model.linear import Linear
+from nanoserve_lab.model.packing import PackedWeight
 from nanoserve_lab.model.transformer import Read, Transformer
+from nanoserve_lab.slots import SlotTable
 
 
 class DecodeForward:
@@ -34,3 +38,25 @@ class DecodeForward:
         else:
             read = FusedDecodeRead(slot_mapping, context_lens, self.pool, self._buffers)
         return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.pool.layers, read)
+
+    def clear_sink(self) -> None:
+        """Zero the sink: recording a step writes its padded rows there."""
+        self.pool.data[:, :, SINK_SLOT].zero_()
+
+    def addresses(self, inputs: DecodeInputs, table: SlotTable) -> Addresses:
+        """Everything that a recorded step reads where it lies: inputs, slot table, K/V pool, weights."""
+        found = Addresses()
+        for name, buffer in inputs.buffers.items():
+            found.add(name, lambda buffer=buffer: buffer.buffer)  # type: ignore[misc]
+        found.add("slot table", lambda: table.data)
+        pool, model = self.pool, self.model
+        found.add("K/V pool", lambda: pool.data)
+        for layer in range(len(pool.layers)):
+            for place, name in enumerate(("keys", "values")):
+                found.add(f"K/V pool, {name} of layer {layer}", lambda at=(layer, place): pool.layers[at[0]][at[1]])  # type: ignore[misc]
+        found.add_module("weights", model)
+        for path, part in [*model.named_modules(), ("head", model)]:
+            holder = "packed" if isinstance(part, Linear) else "tied_head"
+            if isinstance(getattr(part, holder, None), PackedWeight):
+                found.add(f"packed weights {path}", lambda part=part, holder=holder: getattr(part, holder).weight)  # type: ignore[misc]
+        return found
