@@ -29,7 +29,7 @@ MOST_STEPS = 200
 
 
 class ForwardWatch:
-    """The seconds that the calls of an engine's model and of its samplers take, from entry to return."""
+    """The seconds that the calls of an engine's decode forward and of its samplers take, from entry to return."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -51,20 +51,20 @@ class ForwardWatch:
 def watch_forward(engine: Engine) -> Iterator[ForwardWatch]:
     """Watch the forwards of ``engine`` while inside."""
     watch = ForwardWatch()
-    sampler_call, model = Sampler.__call__, engine.model
-    model.forward = watch.timed(model.forward)  # type: ignore[method-assign]
+    sampler_call, forward = Sampler.__call__, engine.decode_graphs.forward
+    engine.decode_graphs.forward = watch.timed(forward)
     Sampler.__call__ = watch.timed(sampler_call)  # type: ignore[method-assign]
     try:
         yield watch
     finally:
         Sampler.__call__ = sampler_call  # type: ignore[method-assign]
-        del model.forward
+        engine.decode_graphs.forward = forward
 
 
 def step_times(engine: Engine, steps: int) -> pd.DataFrame:
     """``steps`` decode steps of ``engine``, `WARMUP` more before them: seconds of the ``step`` and of its ``forward``.
 
-    The forward is the model's call and the sampler's; on a GPU that is the time to launch them.
+    The forward is the decode step's and the sampler's; on a GPU that is the time to launch them.
     """
     times = []
     with watch_forward(engine) as watch:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -150,8 +150,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one request, as ``step`` hands it out.
 
     ``text`` is the text that is certain now: it may lag behind the token (half a character, the beginning of a stop
