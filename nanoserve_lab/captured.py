@@ -21,7 +21,7 @@ from nanoserve_lab.inputs import (
     check_snapshots_present,
     check_step_inputs_persistent,
 )
-from nanoserve_lab.plan import DecodePlan
+from nanoserve_lab.plan import DecodePlan, PlannedCache
 from nanoserve_lab.recorders import Recorder, Recording, eager_recorder, tape_recorder
 from nanoserve_lab.recorders.cuda import cuda_graph_recorder
 from nanoserve_lab.slots import SlotTable, check_mapping_is_window, check_window_intact
@@ -89,6 +89,7 @@ class StepParts:
     """What a recorded step reads: the parts whose gates look before it is recorded, and ``addresses`` of everything
     that must stay where it is. ``compiled`` is None where nothing compiles."""
 
+    cache: PlannedCache
     inputs: DecodeInputs
     table: SlotTable
     buckets: BucketSet
@@ -229,7 +230,7 @@ def check_capture_preconditions(plan: DecodePlan, input_ids: Tensor, parts: Step
     if parts.compiled is not None:
         check_single_graph(parts.compiled)
     check_mapping_is_window(plan, parts.table)
-    check_window_intact(plan, parts.table)
+    check_window_intact(plan, parts.table, parts.cache)
     check_shape_in_set(plan, parts.buckets)
     check_pad_inert(plan)
     check_step_inputs_persistent(plan, input_ids, parts.inputs)

@@ -39,6 +39,7 @@ from nanoserve_lab.inputs import InputsUnsound
 from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.model.tiny import tiny_model
 from nanoserve_lab.recorders import Recorder, RecordingRefused
+from nanoserve_lab.slots import SlotsUnsound
 
 CAPTURE: dict[str, Any] = {"bucket_decode": True, "persist_inputs": True, "capture_decode": True}
 RECORDERS = [
@@ -260,6 +261,22 @@ def test_other_rows_are_refused() -> None:
     engine.planner.plan = lambda: dataclasses.replace(fresh(), rows=(1, 2))  # type: ignore[method-assign]
     with pytest.raises(CaptureUnsound, match="would read and write the other sequences"):
         engine.step()
+
+
+def test_a_row_that_moved_without_its_table_row_is_refused_before_recording() -> None:
+    """Two rows of equal length: only the blocks that each owns tell them apart."""
+    engine = build()
+    for prompt, tokens in (([1, 2, 3], 3), ([4, 5, 6], 30)):
+        engine.submit(prompt, SamplingParams(max_tokens=tokens))
+    assert engine.table is not None
+    lengths = engine.table.lengths
+
+    def move_lengths_only(source: int, target: int) -> None:
+        lengths[target], lengths[source] = lengths[source], 0
+
+    engine.table.move = move_lengths_only  # type: ignore[method-assign]
+    with pytest.raises(SlotsUnsound, match="slot_mapping: row 0 reads token 0 from slot 4, its blocks hold"):
+        run_to_the_end(engine)
 
 
 def test_padding_that_writes_is_refused_before_it_is_recorded() -> None:

@@ -57,7 +57,7 @@ def build_parts(model: Transformer, config: EngineConfig, compiler: Compiler, re
     compiled = CompiledDecode(plain, compiler) if config.compile_decode else None
     decode_graphs = CapturedDecode(compiled or plain)
     if config.capture_decode and inputs is not None and table is not None and buckets is not None:
-        parts = StepParts(inputs, table, buckets, plain.addresses(inputs, table), compiled)
+        parts = StepParts(cache, inputs, table, buckets, plain.addresses(inputs, table), compiled)
         logits = torch.empty(config.max_rows, model.config.vocab_size, dtype=model.dtype, device=device)
         decode_graphs = CapturedDecode(compiled or plain, recorder, parts, logits, plain.clear_sink, config.strict)
     return EngineParts(packed, cache, Planner(cache, table, buckets, inputs), decode_graphs, table, buckets, inputs)
