@@ -31,9 +31,15 @@ FIRST_LESSON = "00_decode_step.ipynb"
 
 #: The bench modules under ``nanoserve_lab/bench`` and what each measures. Their ``run`` becomes the command.
 BENCHES: dict[str, str] = {
+    "capture": "A run whose steps are recorded once a shape and replayed, beside the same run eagerly; the pool table.",
+    "compile": "A decode step eager and compiled, by rows; what compiling takes and how many graphs it makes.",
     "decode": "A decode step's time beside transformers and the memory's speed, by rows, context and dtype.",
     "host": "The time of a step outside the forward, on a tiny model, by rows.",
+    "inputs": "Planning a step with fresh tensors against writing them in place: allocations, writes, time.",
+    "padding": "Padded cells and shapes met by width multiple, for a simulated load; counts only.",
+    "plan": "Host time to plan a decode step, its rectangle gathered or a window on the slot table, by context.",
     "prefill": "Time to the first token beside transformers, and the memory that loading and prefilling takes.",
+    "recompiles": "How often the decode forward is compiled as contexts grow: Python state in it, or a plan; counts.",
     "soak": "Random arrivals and cancellations for some minutes: nothing lost, memory flat.",
     "step": "One decode step taken apart: its operations, their time and bytes, and this machine's bandwidth.",
 }

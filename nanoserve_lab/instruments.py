@@ -6,13 +6,10 @@ says what the dispatcher sees: one ATen operation may be several kernels on a GP
 
 from __future__ import annotations
 
-import linecache
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -20,35 +17,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.module_tracker import ModuleTracker
+
+from nanoserve_lab.recorders.operations import (
+    SYNC_METHODS,
+    kind_of,
+    shapes_of,
+    short_name,
+    storage_of,
+    tensors_of,
+    traffic,
+    user_line,
+)
 
 aten = torch.ops.aten
 
 #: Composite operations that are counted whole, because a GPU runs them as one kernel; every other one is decomposed.
 FUSED = frozenset({aten.rms_norm.default, aten.scaled_dot_product_attention.default})
-
-#: Methods that hand a tensor's values to Python without a dispatch, or with several.
-SYNC_METHODS = frozenset(
-    {
-        "tolist", "numpy", "cpu", "item", "__array__", "__repr__", "__format__", "__dlpack__",
-        "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
-    }
-)  # fmt: skip
-
-_KINDS = {
-    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm", "mkldnn::_linear_pointwise"),
-    "attention": ("bmm", "_softmax", "scaled_dot_product_attention"),
-    "norm": ("rms_norm", "native_layer_norm"),
-    "index": ("index", "index_select", "index_copy_", "index_put_", "gather", "scatter", "embedding"),
-    "copy": ("clone", "copy_", "_to_copy", "cat", "stack", "roll"),
-    "reduction": ("argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
-}
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-# Operations that read as much as they write (and the indices), not all of their first argument.
-_PICKS = frozenset({"index", "index_select", "gather", "embedding"})
-# Operations that write as much as they read from their source, not all of what they write into.
-_PLACES = frozenset({"index_copy_", "index_put_", "scatter_"})
 
 
 @dataclass(frozen=True)
@@ -115,28 +100,27 @@ class StepTrace:
         return sum(launch.bytes_written for launch in self.launches)
 
     def _record(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], seconds: float) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        known = {_storage(t) for t in inputs}
+        name = short_name(func)
+        known = {storage_of(t) for t in inputs}
         if name == "lift_fresh":
             # Host data that became a tensor: its storage is new, though no operation made it.
             self.allocations += 1
             return
-        fresh = {_storage(t) for t in outputs} - known
+        fresh = {storage_of(t) for t in outputs} - known
         self.allocations += len(fresh)
         if name.startswith(("empty", "new_empty", "detach", "_pin_memory", "is_pinned")):
             return
         if not fresh and not func._schema.is_mutable:
             self.views += 1
             return
-        read, written = _traffic(name, func._schema.is_mutable, inputs, outputs)
-        shapes = " ".join("x".join(map(str, t.shape)) or "scalar" for t in inputs)
+        read, written = traffic(func, inputs, outputs)
         self.launches.append(
             Launch(
                 order=len(self.launches),
                 op=str(func),
-                kind=_KIND_OF.get(name, "elementwise"),
+                kind=kind_of(func),
                 module=_deepest(self._modules.parents),
-                shapes=shapes,
+                shapes=shapes_of(inputs),
                 bytes_read=read,
                 bytes_written=written,
                 seconds=seconds,
@@ -147,7 +131,8 @@ class StepTrace:
         """Run a call that waits for a value; the syncs inside it are its own."""
         if self._in_sync:
             return run()
-        self.syncs.append(_caller(call))
+        site = user_line(__file__)
+        self.syncs.append(HostSync(call, site.path, site.line, site.source))
         self._in_sync = True
         try:
             return run()
@@ -171,12 +156,12 @@ class _OperationWatch(TorchDispatchMode):
                 return result
         if func is aten._local_scalar_dense.default:
             return self._trace._sync("item", lambda: func(*args, **kwargs))
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         start = time.perf_counter()
         result = func(*args, **kwargs)
         if any(t.is_cuda for t in inputs):
             torch.cuda.synchronize()
-        self._trace._record(func, inputs, _tensors(result), time.perf_counter() - start)
+        self._trace._record(func, inputs, tensors_of(result), time.perf_counter() - start)
         return result
 
 
@@ -195,43 +180,6 @@ class _SyncWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    # oneDNN's packed weights have no storage; they are who they are.
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    # A broadcast tensor is read once: no more than its storage holds.
-    return sum(t.nbytes if t.is_mkldnn else min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
-
-
-def _traffic(name: str, mutates: bool, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int]:
-    """Bytes that an operation reads and writes."""
-    if name in _PICKS:
-        return _bytes(outputs) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(outputs)
-    if name in _PLACES:
-        return _bytes(inputs[1:]), _bytes(t for t in inputs[1:] if t.is_floating_point())
-    if name in ("copy_", "fill_", "zero_"):
-        return _bytes(inputs[1:]), _bytes(inputs[:1])
-    return _bytes(inputs), _bytes(inputs[:1] if mutates else outputs)
-
-
 def _deepest(parents: set[str]) -> str:
     path = max(parents, key=lambda name: name.count("."), default="Global")
     return path.partition(".")[2]
-
-
-def _caller(call: str) -> HostSync:
-    """The nearest line of the call stack that is neither torch's nor this file's."""
-    frame = sys._getframe(1)
-    torch_home = str(Path(torch.__file__).parent)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(torch_home)
-    ):
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return HostSync(call, path, line, linecache.getline(path, line).strip())

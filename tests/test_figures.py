@@ -7,7 +7,6 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from figure_frames import FRAMES, WHERE, launches, limits, readback
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
@@ -37,71 +37,6 @@ from nanoserve_lab.figures import export as export_module
 from nanoserve_lab.figures.style import PALETTES, THEMES, Palette, Picture, contrast, printable
 
 REPO = Path(__file__).parents[1]
-WHERE = {
-    "machine": "NVIDIA Grace, 72 cores, 480 GB",
-    "device": "NVIDIA GH200 480GB",
-    "torch": "2.13.0",
-    "triton": "3.7.1",
-    "commit": "abc",
-    "command": "test",
-    "date": "2026-01-02",
-}
-
-LAYER = (
-    ("aten.mul.Tensor", "norm", "attn_norm", 6),
-    ("aten.mm.default", "matmul", "attn", 150),
-    ("aten.mul.Tensor", "rope", "attn", 5),
-    ("aten.cat.default", "copy", "attn", 8),
-    ("aten.index_put_.default", "index", "attn", 20),
-    ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention", "attn", 60),
-    ("aten.add.Tensor", "elementwise", "attn", 5),
-    ("aten.mean.dim", "reduction", "mlp_norm", 9),
-    ("aten.silu.default", "activation", "mlp", 8),
-    ("aten.mm.default", "matmul", "mlp", 180),
-)
-
-
-def launches(layers: int = 2) -> pd.DataFrame:
-    inside = [(op, kind, f"layers.{n}.{part}", us + n) for n in range(layers) for op, kind, part, us in LAYER]
-    rows = [
-        ("aten.embedding.default", "embedding", "embed", 12),
-        *inside,
-        ("aten.mm.default", "matmul", "lm_head", 900),
-        ("aten.argmax.default", "sampling", "sampler", 60),
-        ("aten.alias.default", "other", "sampler", 0),
-    ]
-    return pd.DataFrame(
-        [
-            {"order": i, "op": op, "kind": kind, "module": module, "bytes_read": 64, "bytes_written": 8,
-             "seconds": us * 1e-6, **WHERE}
-            for i, (op, kind, module, us) in enumerate(rows)
-        ]
-    )  # fmt: skip
-
-
-def limits(**changes: float) -> pd.DataFrame:
-    row = {"bytes": 538e6, "launches": 700, "host_s_per_launch": 5e-6, "bandwidth_gb_s": 27.0, "step_s": 0.032}
-    return pd.DataFrame([{**row, **changes, **WHERE}])
-
-
-def readback(lag: int = 2) -> pd.DataFrame:
-    tokens = {"A": (0, [" The", " capital", "\n", "é"], 3), "B": (1, ["<|im_end|>", " $x$", "界"], 0)}
-    return pd.DataFrame(
-        [
-            {"step": start + i, "row": row, "token": text, "read_at": start + i + lag, "kept": i <= stop, **WHERE}
-            for row, (start, texts, stop) in tokens.items()
-            for i, text in enumerate(texts)
-        ]
-    )
-
-
-FRAMES: dict[str, Callable[[], pd.DataFrame | None]] = {
-    "bytes_against_bandwidth": limits,
-    "decode_step_path": lambda: None,
-    "deferred_readback": readback,
-    "launches_by_kind": launches,
-    "step_strip": launches,
-}
 
 
 @pytest.fixture

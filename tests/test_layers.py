@@ -25,7 +25,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 _STEP = frozenset({*GROUND, "recorders", "cache", "model", *DAYS})
 ALLOWED |= {
-    "instruments": frozenset(GROUND),
+    "instruments": frozenset({*GROUND, "recorders"}),
     "lint": frozenset({*GROUND, "recorders", *DAYS}),
     "engine": _STEP,
     "faults": _STEP | {"lint", "engine"},

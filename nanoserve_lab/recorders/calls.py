@@ -1,7 +1,7 @@
 """How a replay runs one operation so that the result lands in the storage that was recorded.
 
-Each way is proved when it is chosen: that a Python binding dispatches to the very operation with the very arguments is
-seen by a dispatch mode that runs nothing, and that another way of computing gives the same bits is seen by computing once
+Each way is proved when it is chosen. That a Python binding dispatches to the very operation with the very arguments is
+seen by a dispatch mode that runs nothing; that another way of computing gives the same bits is seen by computing once
 more, into memory filled with other bytes.
 """
 
@@ -22,7 +22,7 @@ from nanoserve_lab.recorders.operations import aten, same_generator, short_name,
 #: Makes the call for given arguments, fresh outputs, and which of these are read later.
 Make = Callable[[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...], tuple[bool, ...]], Call]
 
-_NAMESPACES = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn, torch._C._linalg, torch._C._special)
+_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
 _COPY = torch._C.TensorBase.copy_
 _FACTORY_OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 # They write running statistics that their schema does not admit to, so they are never computed twice.

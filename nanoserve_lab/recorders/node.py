@@ -18,10 +18,11 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 class Node:
     """One recorded operation.
 
-    ``operation`` is the ``OpOverload`` that the step called, ``args`` and ``kwargs`` what it was called with: tensors of
-    the recording's own over the storages of that time, and Python values as they were. ``outputs`` are the tensors that
-    came into being, in fixed storages; empty for an operation that only writes into its arguments. ``call`` is what a
-    replay runs, ``module`` the path of the ``nn.Module`` that was running, ``site`` the user's line.
+    ``operation`` is the ``OpOverload`` that the step called, ``args`` and ``kwargs`` what it was called with: tensors
+    of the recording's own over the storages of that time, and Python values as they were. ``outputs`` are the tensors
+    that came into being, in fixed storages; empty for an operation that only writes into its arguments. A replay leaves
+    one that nothing reads as it is. ``call`` is what a replay runs, ``module`` the path of the ``nn.Module`` that was
+    running, ``site`` the user's line.
     """
 
     operation: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ _PLACES = frozenset({"index_copy_", "index_put_", "scatter_"})
 #: Characters of a source line that a message shows.
 _SHOWN = 100
 
-_TORCH_HOME = str(Path(torch.__file__).parent)
-_OWN_HOME = str(Path(__file__).parent)
+_TORCH_HOME = f"{Path(torch.__file__).parent}{os.sep}"
+_OWN_HOME = f"{Path(__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Site:
 
 
 def user_line(*skip: str) -> Site:
-    """The nearest line of the call stack that is neither torch's, nor this folder's, nor in one of the files ``skip``."""
+    """The nearest line of the call stack that is not torch's, not this folder's, and not in a file of ``skip``."""
     frame = sys._getframe(1)
     hidden = (_TORCH_HOME, _OWN_HOME, *skip)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(hidden):

@@ -46,7 +46,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 class _Holders:
-    """What refers to some objects, to their holders, and so on; found level by level, as each look visits all objects."""
+    """What refers to some objects, and to their holders; found level by level, as each look visits all objects."""
 
     def __init__(self, objects: list[Any]) -> None:
         self._of: dict[int, list[Any]] = defaultdict(list)
@@ -106,12 +106,13 @@ class _Holders:
 
     def _of_module(self, module: nn.Module, path: str) -> str:
         """From an outermost module down to ``module``, then ``path``."""
-        for holder in self._of[id(module)]:
-            for inner in self._of[id(holder)] if isinstance(holder, dict) else ():
-                if isinstance(inner, dict) and inner.get("_modules") is holder:
-                    parent = next((m for m in self._of[id(inner)] if isinstance(m, nn.Module)), None)
-                    key = next(key for key, value in holder.items() if value is module)
-                    if parent is not None and parent is not module:
+        for children in [holder for holder in self._of[id(module)] if isinstance(holder, dict)]:
+            for inner in self._of[id(children)]:
+                if not isinstance(inner, dict) or inner.get("_modules") is not children:
+                    continue
+                key = next(key for key, value in children.items() if value is module)
+                for parent in self._of[id(inner)]:
+                    if isinstance(parent, nn.Module) and parent is not module:
                         return self._of_module(parent, f".{key}{path}")
         return f"{type(module).__name__}{path}"
 
@@ -131,5 +132,5 @@ def _is_globals(thing: Any) -> bool:
 
 
 def _is_own(thing: Any) -> bool:
-    module = thing.__module__ if isinstance(thing, types.FunctionType) else type(thing).__module__
+    module: str | None = thing.__module__ if isinstance(thing, types.FunctionType) else type(thing).__module__
     return module is not None and module.startswith(_OWN)

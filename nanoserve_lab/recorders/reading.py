@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nanoserve_lab.recorders.node import External, Node
-from nanoserve_lab.recorders.owners import owners_of
 from nanoserve_lab.recorders.operations import kind_of, shapes_of, storage_of, traffic
+from nanoserve_lab.recorders.owners import owners_of
 
 _LAUNCH_COLUMNS = (
-    "order", "op", "kind", "module", "shapes", "dtypes", "bytes_read", "bytes_written", "seconds", "line", "source",
+    "order", "op", "kind", "module", "shapes", "dtype", "bytes_read", "bytes_written", "seconds", "line", "source",
 )  # fmt: skip
 _EXTERNAL_COLUMNS = ("role", "shape", "dtype", "bytes", "written", "kept_by")
 
@@ -35,7 +35,7 @@ def launches(nodes: Sequence[Node], repeats: int = 0) -> pd.DataFrame:
                 "kind": kind_of(node.operation),
                 "module": node.module,
                 "shapes": shapes_of(inputs),
-                "dtypes": " ".join(dict.fromkeys(_dtype(t) for t in (*inputs, *node.outputs))),
+                "dtype": " ".join(dict.fromkeys(_dtype(t) for t in (*inputs, *node.outputs))),
                 "bytes_read": read,
                 "bytes_written": written,
                 "seconds": took,

@@ -1,8 +1,8 @@
 """One recorded step, and what a recorder is.
 
-A recorder is ``recorder(step, args, pool=None) -> Recording``: it runs ``step(*args)`` and hands back a replay that takes
-no arguments. ``pool`` is the `Recording.pool` of an earlier recording of the same recorder, whose memory this one may
-share; the two are then never replayed at the same time.
+A recorder is ``recorder(step, args, pool=None) -> Recording``: it runs ``step(*args)`` and hands back a replay that
+takes no arguments. ``pool`` is the `Recording.pool` of an earlier recording of the same recorder, whose memory this one
+may share; the two are then never replayed at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RecordingRefused(Unsound):
     """The step did something that a replay could not do again.
 
     The message names the operation, the line that asked for it with its text, and what to write instead. ``facts``:
-    ``operation``, ``line`` and ``source`` again, ``path`` of the file, and ``addresses`` of tensors where it is about those.
+    ``operation``, ``line`` and ``source`` again, the ``path`` of the file, and ``addresses`` where it is about tensors.
     """
 
     lesson: ClassVar[str] = "06_graph_capture"
@@ -45,11 +45,11 @@ class Recording:
     external: tuple[External, ...] = ()
 
     def launches(self, repeats: int = 0) -> pd.DataFrame:
-        """One row per operation: ``order, op, kind, module, shapes, dtypes, bytes_read, bytes_written, seconds, line,
+        """One row per operation: ``order, op, kind, module, shapes, dtype, bytes_read, bytes_written, seconds, line,
         source``.
 
-        ``seconds`` is the median of ``repeats`` timed replays on the host, NaN where ``repeats`` is 0. Those are replays
-        like any other: they write the output, and whatever else the step writes.
+        ``seconds`` is the median of ``repeats`` timed replays on the host, NaN where ``repeats`` is 0. These are
+        replays like any other: they write the output, and whatever else the step writes.
         """
         return reading.launches(self.nodes, repeats)
 

@@ -1,7 +1,7 @@
 """What may not be recorded, and what to write instead.
 
-Each check raises `RecordingRefused` for something that a replay could not do again, or would do with a value of the time
-of recording. They know operations by their tags and schemas, and by name only where these say nothing.
+Each check raises `RecordingRefused` for something that a replay could not do again, or would do with a value of the
+time of recording. They know operations by their tags and schemas, and by name only where these say nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ from nanoserve_lab.recorders.operations import Site, aten, same_generator, short
 from nanoserve_lab.recorders.recording import RecordingRefused
 
 _KEEP_ON_DEVICE = (
-    "no Python runs in a replay, so nothing would look at the value again. Keep it in a tensor (torch.where, masked_fill, "
-    "index_select), or ask for it after the replay"
+    "no Python runs in a replay, so nothing would look at the value again. Keep it in a tensor (torch.where, "
+    "masked_fill, index_select), or ask for it after the replay"
 )
 _FIXED_SHAPE = (
-    "a replay has the shapes of the recording. Use a mask of fixed shape (torch.where, masked_fill), or an operation with "
-    "a size of its own (topk, nonzero_static)"
+    "a replay has the shapes of the recording. Use a mask of fixed shape (torch.where, masked_fill), or an operation "
+    "with a size of its own (topk, nonzero_static)"
 )
 _WRITE_IN_PLACE = (
     "a replay would read the same values for ever. Allocate the tensor before recording and write into it before each "
     "replay (copy_), or fill it with an operation (torch.full, torch.arange)"
 )
-_SAME_STORAGE = "a replay writes to the storages of the recording. Allocate with the final size before recording and write with copy_"
-_REGISTER = "its state would not be part of the recording. Hand it to the recorder (generators=(...)), or draw from the default one"
+_SAME_STORAGE = (
+    "a replay writes to the storages of the recording. Allocate with the final size before recording and write with "
+    "copy_"
+)
+_REGISTER = (
+    "its state would not be part of the recording. Hand it to the recorder (generators=(...)), or draw from the "
+    "default one"
+)
 _ONE_ADDRESS = (
     "a replay would go on reading that one. Allocate the storage once, outside the step, and write into it in place "
     "(index_copy_, copy_)"
@@ -106,7 +112,7 @@ def _check_masks(operation: Any, name: str, args: tuple[Any, ...]) -> None:
 def _check_kind(operation: Any, tensor: Tensor) -> None:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         refuse(operation, f"meets a {type(tensor).__name__}, which has a dispatch of its own", "use plain tensors")
-    if tensor.layout != torch.strided and not tensor.is_mkldnn or tensor.is_nested or tensor.is_quantized:
+    if (tensor.layout != torch.strided and not tensor.is_mkldnn) or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         refuse(operation, f"meets a tensor of kind {kind}", "use strided tensors")
 
@@ -149,8 +155,8 @@ def refuse_host_data(function: str, tensor: Tensor, site: Site) -> NoReturn:
     """Raise for an external tensor that nobody but the recording keeps."""
     refuse(
         function,
-        f"reads a {tuple(tensor.shape)} {tensor.dtype} tensor that nobody keeps after the step: it was made from host data "
-        "while recording, or its owner has put another tensor in its place, so that the address moves",
+        f"reads a {tuple(tensor.shape)} {tensor.dtype} tensor that nobody keeps after the step: it was made from host "
+        "data while recording, or its owner has put another tensor in its place, so that the address moves",
         _ONE_ADDRESS,
         site,
         addresses=(tensor.data_ptr(),),

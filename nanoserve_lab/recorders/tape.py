@@ -30,7 +30,6 @@ from nanoserve_lab.recorders.operations import (
     Site,
     aten,
     is_empty,
-    short_name,
     storage_of,
     tensors_of,
     user_line,
@@ -56,8 +55,9 @@ def tape_recorder(
     As a CUDA graph, a replay reads its inputs at their recorded addresses, writes the output in place, and knows every
     Python value, shape and branch as it was when recorded. Recording really runs the step: what it writes in place is
     written, and a random operation draws. Random operations draw anew in each replay, from the default generator or one
-    of ``generators``. A function compiled by ``torch.compile`` is recorded as it would run uncompiled. A custom operator is
-    one operation, run whole in each replay, whatever its own body asks the host for.
+    of ``generators``. A function compiled by ``torch.compile`` is recorded as it would run uncompiled. A custom
+    operator is one operation, run whole in each replay, whatever its own body asks the host for. The fast path of
+    torch's attention modules stands aside for every function mode, so their general path is what is recorded.
 
     With ``arena`` the intermediates share memory once their last reader has run, as in a graph's pool: what one holds
     after a replay is what the last of its bytes' users left there. Outputs, and whatever the step keeps hold of, have
@@ -66,8 +66,8 @@ def tape_recorder(
 
     Raises `RecordingRefused` where the step asks for a value on the host, makes tensors from host data, has shapes that
     depend on values, draws from a generator that is not registered, pins memory, moves or resizes a storage, or
-    meets tensors that are not plain ones. Then nothing stays switched on, and the tensors hold what the step had written
-    to them before it was refused.
+    meets tensors that are not plain ones. Then nothing stays switched on, and the tensors hold what the step had
+    written to them before it was refused.
     """
     tape = _Tape((torch.default_generator, *torch.cuda.default_generators, *generators))
     seeds = [generator.initial_seed() for generator in tape.generators]
@@ -178,7 +178,8 @@ class _Tape:
         with torch._C.DisableTorchFunction():
             before = refusals.geometry(inputs)
             drawn = self._drawn_from(operation, inputs, kwargs)
-        result = operation(*args, **kwargs)
+        with _view_tracking(False):
+            result = operation(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             refusals.check_result(operation, inputs, before, result)
             self._write(operation, args, kwargs, result, drawn)
@@ -281,7 +282,7 @@ class _Tape:
         )
 
 
-def _over(like: Tensor, storage: torch.UntypedStorage, offset: int) -> Tensor:
+def _over(like: Tensor, storage: torch.UntypedStorage, offset: Any) -> Tensor:
     if like.is_conj() or like.is_neg():
         return like.data
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, like.shape, like.stride())
@@ -302,8 +303,22 @@ def _is_composite(operation: Any) -> bool:
     return operation not in KEPT_WHOLE and has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
+@functools.cache
+def _tracks_views(operation: Any) -> bool:
+    """Whether the dispatcher itself makes the operation's results views, whatever takes it apart."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "ADInplaceOrView")
+
+
+def _view_tracking(on: bool) -> AbstractContextManager[Any]:
+    """Whether a view learns of its base what autograd would want to know; off is how a handler runs an operation."""
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, not on
+    )
+    return guard
+
+
 class _Operations(TorchDispatchMode):
-    """Sees every ATen operation below autograd; composites, which arrive whole under ``inference_mode``, are taken apart."""
+    """Sees every ATen operation below autograd, and takes composites apart: they arrive whole in ``inference_mode``."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -313,9 +328,9 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         try:
             if _is_composite(func) and torch.Tag.data_dependent_output not in func.tags:
-                # A handler runs below the key that tells a view whether its base wants gradients, and composites choose by
-                # that (``matmul`` between ``mm`` and ``bmm``).
-                with self, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                # A handler runs below the key that tells a view whether its base wants gradients, and composites choose
+                # by that (``matmul`` between ``mm`` and ``bmm``).
+                with self, _view_tracking(not _tracks_views(func)):
                     # Not `decompose`, which prefers a decomposition in Python to the kernel that eager runs.
                     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
             return self._tape.run(func, args, kwargs)
