@@ -16,10 +16,10 @@ from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import RopeConfig
-from nanoserve_lab.model.packing import can_pack, packed_model, runs_packed
+from nanoserve_lab.model.packing import PackedNorm, can_pack, packed_model, runs_packed
 from nanoserve_lab.model.rope import inverse_frequencies
 from nanoserve_lab.model.tiny import TINY, tiny_model
-from nanoserve_lab.model.transformer import Transformer
+from nanoserve_lab.model.transformer import RMSNorm, Transformer
 from nanoserve_lab.plan import Planner
 
 transformers = pytest.importorskip("transformers")
@@ -186,6 +186,19 @@ def test_packed_weights_say_the_same(dtype: torch.dtype) -> None:
             error = (ours - plain).abs().max() / plain.abs().max()
             assert error < (1e-5 if dtype == torch.float32 else 3e-2)
     assert not can_pack(tiny_model(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (3, 4, 32)])
+def test_the_packed_norm_is_an_rms_norm(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(32, eps=1e-5)
+    norm.weight.data = torch.randn(32, generator=generator)
+    for scale in (1.0, 1e-3, 1e3, 0.0):
+        x = scale * torch.randn(shape, generator=generator)
+        torch.testing.assert_close(PackedNorm(norm)(x), norm(x), rtol=1e-5, atol=1e-6)
+        wide = x.double()
+        by_hand = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+        torch.testing.assert_close(PackedNorm(norm)(x).double(), by_hand, rtol=1e-5, atol=1e-6)
 
 
 def test_few_numbers_of_tokens_run_packed() -> None:

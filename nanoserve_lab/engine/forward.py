@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+from torch.nn import Module
 
 from nanoserve_lab.cache.attention import DecodeRead
 from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
 from nanoserve_lab.cache.pool import SINK_SLOT, KVPool
 from nanoserve_lab.inputs import Addresses, DecodeInputs
-from nanoserve_lab.model.linear import Linear
-from nanoserve_lab.model.packing import PackedWeight
+from nanoserve_lab.model.packing import PackedNorm, PackedWeight
 from nanoserve_lab.model.transformer import Read, Transformer
 from nanoserve_lab.slots import SlotTable
 
@@ -55,8 +57,13 @@ class DecodeForward:
             for place, name in enumerate(("keys", "values")):
                 found.add(f"K/V pool, {name} of layer {layer}", lambda at=(layer, place): pool.layers[at[0]][at[1]])  # type: ignore[misc]
         found.add_module("weights", model)
-        for path, part in [*model.named_modules(), ("head", model)]:
-            holder = "packed" if isinstance(part, Linear) else "tied_head"
-            if isinstance(getattr(part, holder, None), PackedWeight):
-                found.add(f"packed weights {path}", lambda part=part, holder=holder: getattr(part, holder).weight)  # type: ignore[misc]
+        for path, part in model.named_modules():
+            packed = part.tied_head if isinstance(part, Transformer) else getattr(part, "packed", None)
+            if isinstance(packed, PackedWeight | PackedNorm):
+                found.add(f"packed weights {path or 'head'}", _packed_of(part))
         return found
+
+
+def _packed_of(part: Module) -> Callable[[], Tensor]:
+    holder = "tied_head" if isinstance(part, Transformer) else "packed"
+    return lambda: getattr(part, holder).weight

@@ -26,14 +26,20 @@ LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    ``packed`` takes it over where it is set; see `packing`.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.packed: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
