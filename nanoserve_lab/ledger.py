@@ -22,6 +22,9 @@ LESSONS: dict[str, EngineConfig] = {
     "02_decode_plan": replace(_SIZES, compile_decode=True),
     "03_slot_table": replace(_SIZES, compile_decode=True, slot_table=True),
     "04_bucketing": replace(_SIZES, compile_decode=True, slot_table=True, bucket_decode=True, width_multiple=16),
+    "05_persistent_inputs": replace(
+        _SIZES, compile_decode=True, slot_table=True, bucket_decode=True, width_multiple=16, persist_inputs=True
+    ),
 }
 
 

@@ -114,7 +114,18 @@ def seen() -> pd.DataFrame:
     return padding.seen_over_run(padding.simulate(seconds=20)).assign(max_rows=256, max_context=8192, **WHERE)
 
 
+def inputs() -> pd.DataFrame:
+    cells = [
+        {"steps": steps, "rows": rows, "fresh_allocations": 3 * steps, "buffered_allocations": 0,
+         "ratio": 0.9 + rows / 1000, **WHERE}
+        for rows in (3, 32, 256)
+        for steps in (8, 64, 512)
+    ]  # fmt: skip
+    return pd.DataFrame(cells)
+
+
 FRAMES: dict[str, Callable[[], pd.DataFrame | None]] = {
+    "allocations_over_steps": inputs,
     "bytes_against_bandwidth": limits,
     "compiled_step": compiled,
     "decode_step_path": lambda: None,
@@ -125,6 +136,7 @@ FRAMES: dict[str, Callable[[], pd.DataFrame | None]] = {
     "launches_by_kind": launches,
     "padded_rectangle": lambda: None,
     "padding_against_graphs": padded,
+    "persistent_decode_inputs": lambda: None,
     "plan_between": lambda: None,
     "planning_time": plans,
     "shapes_over_run": seen,

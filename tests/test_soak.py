@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from nanoserve_lab import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.bench import load, soak
 from nanoserve_lab.engine import Completion, TokenEvent
+from nanoserve_lab.model.packing import runs_packed
 from nanoserve_lab.model.tiny import tiny_model
 
 # --- load -----------------------------------------------------------------------------------------------------------
@@ -75,8 +78,9 @@ def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frame.second.is_monotonic_increasing
     assert len(frame) >= 5
     lengths = [held for [held] in one.ledger.endings.values()]
-    assert len(lengths) == soak.WARMUP_REQUESTS + last.submitted
-    assert last.tokens == sum(lengths[soak.WARMUP_REQUESTS :])
+    warmup = soak.WARMUP_REQUESTS + sum(map(runs_packed, range(1, 65)))
+    assert len(lengths) == warmup + last.submitted
+    assert last.tokens == sum(lengths[warmup:])
     assert frame.requests_per_s[0] == pytest.approx(frame.rate_scale[0] * load.CONVERSATION.requests_per_s)
 
 
@@ -152,3 +156,14 @@ def test_rising_memory_is_noticed() -> None:
             assert soak.check_flat(samples) == found
     with pytest.raises(soak.BenchFailed, match="three samples"):
         soak.check_flat(samples[:2])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be asked to give memory back")
+def test_memory_in_use_is_counted_and_holes_are_not() -> None:
+    process = psutil.Process()
+    before = soak.held_mb(process)
+    blocks = [bytearray(100_000) for _ in range(400)]
+    full = soak.held_mb(process)
+    assert full - before > 30
+    del blocks[::2]  # half of the heap is holes now
+    assert full - soak.held_mb(process) > 15

@@ -5,6 +5,7 @@ Every request must end, every block come back, and memory stay where it is.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from nanoserve_lab.bench.timing import (
 from nanoserve_lab.device import default_device
 from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams, TokenEvent
 from nanoserve_lab.model import load_model
+from nanoserve_lab.model.packing import MAX_PACKED_TOKENS, runs_packed
 
 #: A pool that holds two sequences of the greatest length, or eight ordinary ones: at times it is short of blocks.
 ENGINE = EngineConfig(max_rows=8, max_context=512, num_blocks=65)
@@ -115,6 +117,18 @@ def check_flat(samples: pd.DataFrame) -> float:
     return slope
 
 
+def held_mb(process: psutil.Process) -> float:
+    """Resident memory of this process in MB (10**6 bytes), holes in the heap given back to the system first.
+
+    glibc keeps freed memory between blocks that are in use, more or less of it by chance: prompts of all lengths leave
+    holes of all sizes. Where it cannot be asked to give them back they are counted.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return process.memory_info().rss / 1e6
+
+
 class Soak:
     """An engine, a source of requests with made-up prompts, and the account of what became of them."""
 
@@ -138,7 +152,16 @@ class Soak:
         return request_id
 
     def capacity(self, count: int = WARMUP_REQUESTS) -> float:
-        """Requests a second that the engine serves when ``count`` of them are there at once. It warms up, too."""
+        """Requests a second that the engine serves when ``count`` of them are there at once.
+
+        It warms up, too: before them comes a prompt of each number of tokens that runs on packed weights, as oneDNN
+        keeps megabytes of compiled products for each number that it has met.
+        """
+        longest = min(MAX_PACKED_TOKENS, self.engine.cache.max_context)
+        for tokens in filter(runs_packed, range(1, longest + 1)):
+            self.submit(tokens, 1)
+            while self.engine.has_work:
+                self.ledger.take(self.engine.step())
         table = self.requests(count, 1.0, self.seed + 1)
         for prompt_tokens, output_tokens in zip(table.prompt_tokens, table.output_tokens, strict=True):
             self.submit(prompt_tokens, output_tokens)
@@ -164,7 +187,7 @@ class Soak:
     def run(self, seconds: float, rate_scale: float) -> pd.DataFrame:
         """Serve the arrivals of ``seconds``, then what is left; a sample in every second and one at the end.
 
-        Columns ``second``, ``rss_mb`` (10**6 bytes), ``running``, ``waiting``, and counts from the start of this run:
+        Columns ``second``, ``rss_mb`` (see `held_mb`), ``running``, ``waiting``, and counts from the start of this run:
         ``submitted``, ``finished`` (not cancelled), ``cancelled``, ``preemptions``, ``tokens``.
         """
         agenda, ids = self.agenda(seconds, rate_scale), dict[int, int]()
@@ -179,7 +202,7 @@ class Soak:
             samples.append(
                 {
                     "second": time.perf_counter() - start,
-                    "rss_mb": process.memory_info().rss / 1e6,
+                    "rss_mb": held_mb(process),
                     "running": stats.running,
                     "waiting": stats.waiting,
                     "submitted": len(ids),

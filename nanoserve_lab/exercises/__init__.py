@@ -4,6 +4,7 @@ from nanoserve_lab.exercises.bucketing import check_fit, check_multiple
 from nanoserve_lab.exercises.decode_plan import check_gather, check_is_stale, check_write_slot
 from nanoserve_lab.exercises.decode_step import check_crossing, check_launches
 from nanoserve_lab.exercises.graph_breaks import check_graphs, check_grown
+from nanoserve_lab.exercises.persistent_inputs import check_reaches, check_write, four_steps
 from nanoserve_lab.exercises.slot_table import check_bytes, check_move
 
 __all__ = [
@@ -17,5 +18,8 @@ __all__ = [
     "check_launches",
     "check_move",
     "check_multiple",
+    "check_reaches",
+    "check_write",
     "check_write_slot",
+    "four_steps",
 ]

@@ -5,6 +5,7 @@ from nanoserve_lab.figures.charts import bytes_against_bandwidth, deferred_readb
 from nanoserve_lab.figures.diagrams import decode_step_path
 from nanoserve_lab.figures.export import check_fresh, export_figures
 from nanoserve_lab.figures.graphs import compiled_step, graphs_against_steps
+from nanoserve_lab.figures.inputs import allocations_over_steps, persistent_decode_inputs
 from nanoserve_lab.figures.plans import graphs_by_addressing, plan_between
 from nanoserve_lab.figures.registry import FigureError, data_folder, figure_names
 from nanoserve_lab.figures.strips import step_strip
@@ -13,6 +14,7 @@ from nanoserve_lab.figures.windows import finished_row, planning_time
 
 __all__ = [
     "FigureError",
+    "allocations_over_steps",
     "bytes_against_bandwidth",
     "check_fresh",
     "compiled_step",
@@ -27,6 +29,7 @@ __all__ = [
     "launches_by_kind",
     "padded_rectangle",
     "padding_against_graphs",
+    "persistent_decode_inputs",
     "plan_between",
     "planning_time",
     "shapes_over_run",
