@@ -110,6 +110,7 @@ def test_options_are_checked_by_name() -> None:
         (decode.run, {"rows": "x"}, "--rows"),
         (decode.run, {"contexts": "0"}, "--contexts"),
         (decode.run, {"dtypes": "fp8"}, "--dtypes"),
+        (decode.run, {"modes": "eager,warm"}, "--modes"),
         (decode.run, {"steps": 0}, "--steps"),
         (decode.run, {"repeats": 0}, "--repeats"),
         (host.run, {"steps": 201}, "--steps"),
@@ -264,6 +265,16 @@ def test_one_cell_of_the_decode_bench(folder: Path) -> None:
     assert max(row["ratio"] for row in others) == 1.0
 
 
+def test_a_recorded_arm_records_before_the_clock_starts(folder: Path) -> None:
+    engine = decode.engine_of_copies(load_tiny(folder, torch.float32), [1, 2, 3], 2, 12, **decode.MODES["recorded"])
+    decode.own_seconds_per_step(engine, 2)
+    stats = engine.stats()
+    assert (stats.captures, stats.replays, stats.eager_steps) == (1, decode.DROPPED + 2, {})
+    for _ in range(2):
+        decode.own_seconds_per_step(engine, 2)
+    assert engine.stats().captures == 1, "one bucket serves the whole run"
+
+
 def test_decode_writes_its_table_with_provenance(folder: Path, tmp_path: Path) -> None:
     [path] = decode.run(tmp_path, rows="1,2", contexts="9", dtypes="float32", steps=2, repeats=1, model=str(folder))
     frame = read_csv(path)
@@ -272,7 +283,13 @@ def test_decode_writes_its_table_with_provenance(folder: Path, tmp_path: Path) -
     columns += " bandwidth_gb_s floor_fraction ratio threads"
     assert list(frame) == [*columns.split(), *PROVENANCE]
     assert set(frame.model) == {"tiny-llama"}
-    assert frame.rows.tolist() == [1] * 5 + [2] * 5
+    assert frame.rows.tolist() == [1] * 6 + [2] * 6
+    assert frame.engine.tolist()[:2] == ["nanoserve-lab", "nanoserve-lab recorded"]
+    for _, cell in frame.groupby("rows"):
+        peers = ~cell.engine.str.startswith("nanoserve-lab")
+        # The best peer has a ratio of one; an arm of the engine's own is never taken for a peer.
+        assert cell[peers].ratio.max() == 1.0
+        assert (cell.ratio * cell.ms_per_step).tolist() == pytest.approx([cell[peers].ms_per_step.min()] * 6)
     command = "nanoserve-lab bench decode --rows 1,2 --contexts 9 --dtypes float32 --steps 2 --repeats 1"
     assert set(frame.command) == {f"{command} --model tiny-llama"}
 

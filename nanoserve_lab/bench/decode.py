@@ -20,6 +20,7 @@ from nanoserve_lab.bench.timing import (
     model_name,
     parse_counts,
     parse_dtypes,
+    parse_words,
     peer_ratios,
     require,
     seconds_of,
@@ -32,6 +33,12 @@ from nanoserve_lab.model import Transformer, load_model, resolve_source
 from nanoserve_lab.model.transformer import LayerCaches, Read
 
 OWN = "nanoserve-lab"
+#: The engine's own arms: the switches of each. A recorded step is padded to the width that the run ends at.
+MODES: dict[str, dict[str, bool]] = {
+    "eager": {},
+    "recorded": {"bucket_decode": True, "persist_inputs": True, "capture_decode": True},
+    "compiled": {"compile_decode": True},
+}
 #: Steps of each repetition that are run and not timed: a call of ``generate`` prepares its masks and its cache there.
 DROPPED = 1
 
@@ -41,13 +48,18 @@ def steps_for(steps: int, rows: int) -> int:
     return max(min(steps, 4), round(steps / rows**0.5))
 
 
-def engine_of_copies(model: Transformer, prompt: Sequence[int], rows: int, tokens: int) -> Engine:
+def own_name(mode: str) -> str:
+    """The engine's name in a table."""
+    return OWN if mode == "eager" else f"{OWN} {mode}"
+
+
+def engine_of_copies(model: Transformer, prompt: Sequence[int], rows: int, tokens: int, **switches: bool) -> Engine:
     """An engine that has prefilled ``rows`` times ``prompt`` and sampled the first of ``tokens`` tokens for each.
 
     The prompt is computed once, and its K and V are copied to the rows: what computing it in every row would write, but
     for rounding, in a fraction of the time.
     """
-    engine = engine_with_room(model, rows, len(prompt), tokens)
+    engine = engine_with_room(model, rows, len(prompt), tokens, **switches)
     model = engine.model
     compute = model.forward
     computed: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +107,9 @@ def own_seconds_per_step(engine: Engine, steps: int, dropped: int = DROPPED) -> 
     return seconds_of(decode, engine.model.device) / steps
 
 
-def measure_cell(model: Transformer, peer: Peer, rows: int, context: int, steps: int, repeats: int) -> pd.DataFrame:
+def measure_cell(
+    model: Transformer, peer: Peer, rows: int, context: int, steps: int, repeats: int, modes: Sequence[str] = ("eager",)
+) -> pd.DataFrame:
     """One row an engine: ``rows`` sequences that decode from ``context`` tokens on.
 
     Every engine decodes the same prompt in all rows. In repetition ``r`` (the warm-up is 0) each of them runs one step
@@ -108,8 +122,10 @@ def measure_cell(model: Transformer, peer: Peer, rows: int, context: int, steps:
     total = (repeats + 1) * (DROPPED + steps)
     prompt = made_up_prompt(model.config.vocab_size, context)
     # Two more tokens than steps: the prefill samples one, and no row ends inside the last step.
-    engine = engine_of_copies(model, prompt, rows, total + 2)
-    arms: dict[str, Callable[[], float]] = {OWN: lambda: own_seconds_per_step(engine, steps)}
+    arms: dict[str, Callable[[], float]] = {}
+    for mode in modes:
+        engine = engine_of_copies(model, prompt, rows, total + 2, **MODES[mode])
+        arms[own_name(mode)] = lambda e=engine: own_seconds_per_step(e, steps)  # type: ignore[misc]
     for attention in ATTENTIONS:
         for cache in CACHES:
             decoder = peer.decoder(prompt, rows, attention, cache, total)
@@ -120,7 +136,7 @@ def measure_cell(model: Transformer, peer: Peer, rows: int, context: int, steps:
     bandwidth = spread(values["bandwidth"]).median
     live = rows * mean_context(context, steps, repeats)
     floor_s = (weight_bytes(model) + kv_bytes(model, 1) * live) / bandwidth
-    ratios = peer_ratios({name: spread(values[name]).median for name in engines}, engines[1:])
+    ratios = peer_ratios({name: spread(values[name]).median for name in engines}, engines[len(modes) :])
     table = []
     for name in engines:
         seconds = spread(values[name])
@@ -145,7 +161,13 @@ def measure_cell(model: Transformer, peer: Peer, rows: int, context: int, steps:
 
 
 def measure(
-    source: str | None, rows: Sequence[int], contexts: Sequence[int], dtypes: Sequence[str], steps: int, repeats: int
+    source: str | None,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    dtypes: Sequence[str],
+    steps: int,
+    repeats: int,
+    modes: Sequence[str] = ("eager",),
 ) -> pd.DataFrame:
     """`measure_cell` for every dtype, context and number of rows; adds ``model``, ``dtype`` and ``threads``."""
     device = default_device()
@@ -156,7 +178,7 @@ def measure(
         peer = Peer(folder, DTYPES[dtype], device)
         for context in contexts:
             for batch in rows:
-                frame = measure_cell(model, peer, batch, context, steps_for(steps, batch), repeats)
+                frame = measure_cell(model, peer, batch, context, steps_for(steps, batch), repeats, modes)
                 frame.insert(1, "model", model_name(source))
                 frame.insert(2, "dtype", dtype)
                 show(frame)
@@ -171,11 +193,12 @@ def run(
     dtypes: str = "float32,bfloat16",
     steps: int = 16,
     repeats: int = 5,
+    modes: str = "eager,recorded",
     model: str | None = None,
 ) -> list[Path]:
     """Milliseconds a decode step beside transformers, for every cell of ROWS, CONTEXTS and DTYPES, to OUT/decode.csv.
 
-    STEPS are the timed steps of one repetition of one row; more rows take fewer.
+    STEPS are the timed steps of one repetition of one row; more rows take fewer. MODES are eager, recorded, compiled.
     """
     command = command_line("decode", run, locals())
     batches, lengths, names = (
@@ -183,21 +206,25 @@ def run(
         parse_counts("contexts", contexts),
         parse_dtypes("dtypes", dtypes),
     )
+    own = parse_words("modes", modes, MODES)
     require("steps", steps, 1)
     require("repeats", repeats, 1)
-    frame = measure(model, batches, lengths, names, steps, repeats)
+    frame = measure(model, batches, lengths, names, steps, repeats, own)
     return [write_csv(frame, out / "decode.csv", default_device(), command)]
 
 
 def readme_table(frame: pd.DataFrame) -> str:
-    """The cells of a recorded `decode.csv` as a Markdown table: our engine beside the peer's best setting."""
+    """The cells of a recorded `decode.csv` as a Markdown table: the engine, eager and recorded, beside the peer's best
+    setting."""
     lines = [
-        "| dtype | rows | context | nanoserve_lab, ms a step | transformers at best, ms | ratio | of the floor |",
-        "|---|---|---|---|---|---|---|",
+        "| dtype | rows | context | eager, ms | recorded, ms | transformers at best, ms | ratio | of the floor |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (dtype, context, rows), cell in frame.groupby(["dtype", "context", "rows"], sort=False):
-        own = cell[cell.engine == OWN].iloc[0]
-        peer = cell[cell.engine != OWN].ms_per_step.min()
-        cells = (dtype, rows, context, f"{own.ms_per_step:.0f}", f"{peer:.0f}", f"{own.ratio:.2f}")
-        lines.append(f"| {' | '.join(map(str, cells))} | {own.floor_fraction:.0%} |")
+        own = cell[cell.engine.str.startswith(OWN)].set_index("engine")
+        peer = cell[~cell.engine.str.startswith(OWN)].ms_per_step.min()
+        eager, recorded = own.loc[OWN], own.loc[own_name("recorded")]
+        best = max(eager, recorded, key=lambda arm: arm.ratio)
+        cells = (dtype, rows, context, *(f"{ms:.0f}" for ms in (eager.ms_per_step, recorded.ms_per_step, peer)))
+        lines.append(f"| {' | '.join(map(str, cells))} | {best.ratio:.2f} | {best.floor_fraction:.0%} |")
     return "\n".join(lines)

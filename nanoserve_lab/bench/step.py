@@ -31,10 +31,13 @@ def decoding_engine(model: Transformer, rows: int = 1, context: int = 128, steps
     return engine_after_prefill(model, prompts, steps, optimize_cpu=False)
 
 
-def engine_with_room(model: Transformer, rows: int, context: int, tokens: int, optimize_cpu: bool = True) -> Engine:
+def engine_with_room(
+    model: Transformer, rows: int, context: int, tokens: int, optimize_cpu: bool = True, **switches: bool
+) -> Engine:
     """An engine that takes ``rows`` prompts of ``context`` tokens in one step, and ``tokens`` more for each later.
 
     Without ``optimize_cpu`` it is the engine that the course starts from: plain operations, the rectangle gathered.
+    ``switches`` turn days on; buckets, if any, are as wide as the engine.
     """
     config = EngineConfig(
         max_rows=rows,
@@ -43,6 +46,8 @@ def engine_with_room(model: Transformer, rows: int, context: int, tokens: int, o
         max_step_tokens=rows * (context + 1),
         optimize_cpu=optimize_cpu,
         slot_table=optimize_cpu,
+        width_multiple=context + tokens,
+        **switches,
     )
     return Engine.build(model, None, config)
 

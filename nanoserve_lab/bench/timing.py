@@ -87,12 +87,17 @@ def parse_counts(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
+def parse_words(option: str, text: str, known: Collection[str]) -> list[str]:
+    """The words of a comma-separated option, all ``known``; raises `BenchRefused` naming ``option``."""
+    names = [part.strip() for part in text.split(",")]
+    if not set(names) <= set(known):
+        raise BenchRefused(f"--{option}: wanted some of {', '.join(known)} with commas between them, got {text!r}")
+    return list(dict.fromkeys(names))
+
+
 def parse_dtypes(option: str, text: str) -> list[str]:
     """The names of floating dtypes in a comma-separated option; raises `BenchRefused` naming ``option``."""
-    names = [part.strip() for part in text.split(",")]
-    if not set(names) <= set(DTYPES):
-        raise BenchRefused(f"--{option}: wanted some of {', '.join(DTYPES)} with commas between them, got {text!r}")
-    return list(dict.fromkeys(names))
+    return parse_words(option, text, DTYPES)
 
 
 def require(option: str, value: float, least: float, most: float | None = None) -> None:
