@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_plan import run_to_the_end
+from test_plan import move_no_slots, run_to_the_end
 from torch import Tensor
 
 from nanoserve_lab.buckets import BucketSet, BucketsUnsound
@@ -268,13 +268,7 @@ def test_a_row_that_moved_without_its_table_row_is_refused_before_recording() ->
     engine = build()
     for prompt, tokens in (([1, 2, 3], 3), ([4, 5, 6], 30)):
         engine.submit(prompt, SamplingParams(max_tokens=tokens))
-    assert engine.table is not None
-    lengths = engine.table.lengths
-
-    def move_lengths_only(source: int, target: int) -> None:
-        lengths[target], lengths[source] = lengths[source], 0
-
-    engine.table.move = move_lengths_only  # type: ignore[method-assign]
+    move_no_slots(engine)
     with pytest.raises(SlotsUnsound, match="slot_mapping: row 0 reads token 0 from slot 4, its blocks hold"):
         run_to_the_end(engine)
 

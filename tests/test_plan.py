@@ -100,6 +100,17 @@ def strict_engine(**switches: object) -> Engine:
     return Engine.build(tiny_model(), None, config)
 
 
+def move_no_slots(engine: Engine) -> None:
+    """Break ``engine``: the row that fills a gap takes its length along, and leaves its slots behind."""
+    assert engine.table is not None
+    lengths = engine.table.lengths
+
+    def move_lengths_only(source: int, target: int) -> None:
+        lengths[target], lengths[source] = lengths[source], 0
+
+    engine.table.move = move_lengths_only  # type: ignore[method-assign]
+
+
 def run_to_the_end(engine: Engine) -> None:
     while engine.has_work:
         engine.step()

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_plan import growing_cache, run_to_the_end, strict_engine
+from test_plan import growing_cache, move_no_slots, run_to_the_end, strict_engine
 
 from nanoserve_lab.engine import SamplingParams
 from nanoserve_lab.plan import DecodePlan, Planner
@@ -176,13 +176,7 @@ def test_an_engine_that_forgets_the_table_is_refused() -> None:
     short, long = ([1, 2, 3], SamplingParams(max_tokens=2)), ([4, 5, 6, 7, 8], SamplingParams(max_tokens=9))
     for prompt, params in (short, long):
         engine.submit(prompt, params)
-    assert engine.table is not None
-    lengths = engine.table.lengths
-
-    def move_lengths_only(source: int, target: int) -> None:
-        lengths[target], lengths[source] = lengths[source], 0
-
-    engine.table.move = move_lengths_only  # type: ignore[method-assign]
+    move_no_slots(engine)
     with pytest.raises(SlotsUnsound, match="slot_mapping: row 0 reads token 0 from slot 4, its blocks hold"):
         run_to_the_end(engine)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional as F
 
 from nanoserve_lab.cache.attention import DecodeRead
@@ -195,7 +195,7 @@ def test_recording_draws_as_often_as_the_step_does() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-@torch.library.custom_op("tape_test::add_twice", mutates_args={"y"})
+@library.custom_op("tape_test::add_twice", mutates_args={"y"})
 def add_twice(x: Tensor, y: Tensor, count: Tensor | None = None) -> Tensor:
     y.add_(x)
     return x + y
@@ -237,7 +237,7 @@ def test_a_compiled_function_is_recorded_uncompiled() -> None:
     assert torch.equal(recording.output, F.linear(x, x).relu())
 
 
-@torch.library.custom_op("tape_test::square", mutates_args=())
+@library.custom_op("tape_test::square", mutates_args=())
 def square(x: Tensor) -> Tensor:
     return x @ x
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from nanoserve_lab.recorders import RecordingRefused, tape_recorder
 from nanoserve_lab.unsound import Unsound
@@ -16,12 +16,12 @@ from nanoserve_lab.unsound import Unsound
 KEPT = np.ones(4, dtype=np.float32)
 
 
-@torch.library.custom_op("tape_test::peek", mutates_args=())
+@library.custom_op("tape_test::peek", mutates_args=())
 def peek(x: Tensor) -> float:
     return float(x.numel())
 
 
-@torch.library.custom_op("tape_test::looks", mutates_args=())
+@library.custom_op("tape_test::looks", mutates_args=())
 def looks(x: Tensor) -> Tensor:
     return x * x.sum().item()
 
