@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from nanoserve_lab.recorders.operations import (
+    FUSED,
     SYNC_METHODS,
     kind_of,
     shapes_of,
@@ -31,9 +32,6 @@ from nanoserve_lab.recorders.operations import (
 )
 
 aten = torch.ops.aten
-
-#: Composite operations that are counted whole, because a GPU runs them as one kernel; every other one is decomposed.
-FUSED = frozenset({aten.rms_norm.default, aten.scaled_dot_product_attention.default})
 
 
 @dataclass(frozen=True)

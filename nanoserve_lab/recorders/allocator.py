@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanoserve_lab.recorders.operations import FUSED
+
 #: Every request is rounded up to a multiple of this; in the small pool, a remainder this large is split off.
 MIN_BLOCK = 512
 #: The largest request, rounded, that the small pool serves; a remainder above it is split off in the large pool.
@@ -39,9 +41,6 @@ SMALL_SIZE = 1 << 20
 #: A request opens a segment of `SMALL_SEGMENT`; in the large pool, one of `LARGE_SEGMENT` if it is below `MIN_LARGE`,
 #: else one of its size, rounded up to a multiple of `ROUND_LARGE`.
 SMALL_SEGMENT, LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 2 << 20, 20 << 20, 10 << 20, 2 << 20
-
-#: Composite operations that a GPU runs as one kernel: what their decomposition would allocate is not allocated there.
-_FUSED = frozenset({torch.ops.aten.rms_norm.default, torch.ops.aten.scaled_dot_product_attention.default})
 
 
 @dataclass(eq=False)
@@ -353,7 +352,7 @@ class _StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A fake tensor dispatches a question about its device too; such an operation cannot be taken apart.
-        if func not in _FUSED and func.namespace != "prim":
+        if func not in FUSED and func.namespace != "prim":
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
+#: Composite operations that are counted whole, because a GPU runs them as one kernel; every other one is decomposed.
+FUSED = frozenset({aten.rms_norm.default, aten.scaled_dot_product_attention.default})
+
 #: Methods that hand a tensor's values to Python without a dispatch, or with several.
 SYNC_METHODS = frozenset(
     {
