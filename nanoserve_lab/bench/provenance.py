@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from nanoserve_lab.device import machine_name, triton_version
+from nanoserve_lab.device import default_device, machine_name, triton_version
 
 #: The columns that follow the measured ones in every recorded CSV, all text.
 PROVENANCE = ("machine", "device", "torch", "triton", "commit", "command", "date")
@@ -121,6 +122,36 @@ def read_csv(path: str | Path) -> pd.DataFrame:
         raise ProvenanceMissing(f"{path.name}: an empty file") from None
     provenance_rows(frame, path.name)
     return frame.assign(**{column: _typed(frame[column]) for column in frame.columns.difference(list(PROVENANCE))})
+
+
+def machine_folder(device: str | torch.device | None = None) -> Path:
+    """Where `bench all` keeps this machine's numbers: ``data/machines/NAME``, after its accelerator or else its
+    processor. Below the current folder where the package runs without its repository."""
+    row = provenance(default_device() if device is None else device)
+    name = row["machine"] if row["device"] == "cpu" else row["device"]
+    return (repository_root() or Path()) / "data" / "machines" / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def recordings(name: str, data: Path | None = None) -> pd.DataFrame:
+    """Every recording of the CSV ``name`` under ``data`` (None: the repository's), one below the other.
+
+    A first column ``source`` says which: ``log`` (``data/log``, what the logs that the course follows print),
+    ``recorded`` (``data`` itself) or a folder of ``data/machines``. A column that one of them lacks is NaN there.
+    Raises `FileNotFoundError` where there is none.
+    """
+    root = repository_root() or Path()
+    data = root / "data" if data is None else data
+    places = {"log": data / "log", "recorded": data}
+    places |= {folder.name: folder for folder in sorted((data / "machines").glob("*"))}
+    frames = [
+        read_csv(folder / name).assign(source=source)
+        for source, folder in places.items()
+        if (folder / name).is_file()
+    ]
+    if not frames:
+        raise FileNotFoundError(f"{name}: not recorded in {data}, its log or its machines")
+    joined = pd.concat(frames, ignore_index=True)
+    return joined[["source", *joined.columns.drop("source")]]
 
 
 def write_files(contents: Iterable[tuple[Path, bytes]]) -> None:
