@@ -44,11 +44,13 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
     On the CPU too it is a copy: a step's tensors never share storage with the tables that the next step changes.
     """
-    if device.type == "cuda":
+    kind = device.type
+    if kind == "cuda":
         # From pageable memory the copy would first wait for everything that is queued on the device.
         return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
     # NumPy copies a few cells in a third of the time that a tensor takes to be cloned.
-    return torch.from_numpy(values.copy()).to(device)
+    copy = torch.from_numpy(values.copy())
+    return copy if kind == "cpu" else copy.to(device)
 
 
 def read_bandwidth(

@@ -146,12 +146,14 @@ class Planner:
         """The plan of one decode step over the rows that run, after they have grown; at least one must run."""
         cache, inputs = self._cache, self._inputs
         live = cache.rows
-        shape = live, int(cache.lengths[:live].max())
+        shape = live, max(cache.lengths[:live].tolist())
         rows, width = shape if self._buckets is None else self._buckets.fit(*shape)
         prefix = self._prefix(rows)
         # A padded row is one token long, at position 0, and its slot is the sink.
-        context = np.maximum(cache.lengths[:rows], 1)
-        positions, slots = context - 1, cache.newest_slots[:rows]
+        context, slots = cache.lengths[:rows].copy(), cache.newest_slots[:rows]
+        if rows > live:
+            context[live:] = 1
+        positions = context - 1
         if self._table is None:
             mapping, context_lens = cache.tensor(cache.gather(width)), None
         else:
@@ -160,7 +162,7 @@ class Planner:
             )
         if inputs is None:
             lens = cache.tensor(context) if context_lens is None else context_lens
-            return DecodePlan(prefix, live, cache.tensor(positions).unsqueeze(1), cache.tensor(slots), lens, mapping)
+            return DecodePlan(prefix, live, cache.tensor(positions[:, None]), cache.tensor(slots), lens, mapping)
         lens = inputs.context_lens.write(context) if context_lens is None else context_lens
         return DecodePlan(
             prefix,

@@ -42,7 +42,9 @@ class SlotTable:
         pitch = max_context + 1
         cells = torch.zeros(max_rows * pitch, dtype=torch.int64, device=device)
         self.data = cells.view(max_rows, pitch)[:, :max_context]
-        host = cells if cells.device.type == "cpu" else torch.zeros_like(cells, device="cpu")
+        self._strides = self.data.stride()
+        self._on_host = cells.device.type == "cpu"
+        host = cells if self._on_host else torch.zeros_like(cells, device="cpu")
         self._cells: IntArray = host.numpy()
         self.mirror: IntArray = self._cells.reshape(max_rows, pitch)[:, :max_context]
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
@@ -72,7 +74,7 @@ class SlotTable:
         rows = len(slots)
         lengths = self.lengths[:rows]
         _check_slots(slots)
-        if rows and int(lengths.max()) >= self.max_context:
+        if max(lengths.tolist(), default=0) >= self.max_context:
             row = int(lengths.argmax())
             raise SlotsUnsound(
                 f"slot table: column {self.max_context} of row {row}, the table has columns 0 to {self.max_context - 1}"
@@ -80,7 +82,7 @@ class SlotTable:
         cells = self._row_starts[:rows] + lengths
         self._cells[cells] = slots
         lengths += 1
-        if self.data.device.type != "cpu":
+        if not self._on_host:
             sent = torch.from_numpy(np.stack([cells, slots])).pin_memory().to(self.data.device, non_blocking=True)
             self._device_cells.index_copy_(0, sent[0], sent[1])
 
@@ -114,15 +116,18 @@ class SlotTable:
             raise SlotsUnsound(
                 f"window: {count} rows x {width} columns of a table of {self.max_rows} x {self.max_context}"
             )
-        lengths = np.maximum(self.lengths[:count], 1)
-        if lengths_writer is None:
-            written = torch.from_numpy(lengths).to(self.data.device)  # a fresh array: nobody else writes to it
-        else:
+        lengths = self.lengths[:count].copy()
+        if not lengths[-1]:  # rows in use come first, so the last one says whether there is padding
+            np.maximum(lengths, 1, out=lengths)
+        if lengths_writer is not None:
             written = lengths_writer(lengths)
-        return self.data[:count, :width], written
+        else:
+            written = torch.from_numpy(lengths)  # a fresh array: nobody else writes to it
+            written = written if self._on_host else written.to(self.data.device)
+        return self.data.as_strided((count, width), self._strides), written
 
     def _send(self, row: int, columns: int) -> None:
-        if self.data.device.type != "cpu" and columns:
+        if columns and not self._on_host:
             sent = torch.from_numpy(self.mirror[row, :columns].copy()).pin_memory()
             self.data[row, :columns].copy_(sent, non_blocking=True)
 
@@ -192,5 +197,6 @@ def check_window_intact(plan: DecodePlan, table: SlotTable, cache: PlannedCache 
 
 def _check_slots(slots: IntArray) -> None:
     # Python-style indexing would take -1 for the last slot of the pool; 0 is the sink, which nobody owns.
-    if len(slots) and slots.min() < 1:
-        raise SlotsUnsound(f"slot table: slot {int(slots.min())}; a sequence's tokens lie in slots from 1 on")
+    least = min(slots.tolist(), default=1)
+    if least < 1:
+        raise SlotsUnsound(f"slot table: slot {least}; a sequence's tokens lie in slots from 1 on")

@@ -116,6 +116,7 @@ def test_options_are_checked_by_name() -> None:
         (host.run, {"steps": 201}, "--steps"),
         (prefill.run, {"tokens": "1,"}, "--tokens"),
         (prefill.run, {"repeats": 0}, "--repeats"),
+        (prefill.run, {"seconds": 0}, "--seconds"),
         (soak.run, {"seconds": 3}, "--seconds"),
         (soak.run, {"load": 0.0}, "--load"),
         (soak.run, {"trace": "chat"}, "--trace"),
@@ -369,6 +370,7 @@ def test_the_prefill_bench(folder: Path, tmp_path: Path) -> None:
     assert list(frame) == [*columns.split(), *PROVENANCE]
     assert frame.engine.tolist() == ["nanoserve-lab", "transformers sdpa", "transformers eager"] * 2
     assert frame.tokens.tolist() == [8] * 3 + [24] * 3
+    assert set(frame.repeats) == {3}
     assert frame.same_token.all()
     assert (frame.ms_min <= frame.ttft_ms).all()
     assert (frame.ttft_ms <= frame.ms_max).all()
@@ -381,6 +383,12 @@ def test_the_prefill_bench(folder: Path, tmp_path: Path) -> None:
     assert set(frame.command) == {
         "nanoserve-lab bench prefill --tokens 24,8 --dtypes float64 --repeats 3 --model tiny-llama"
     }
+
+
+def test_a_slow_prompt_gets_fewer_rounds_and_its_rows_say_so(folder: Path) -> None:
+    assert [prefill.rounds_within(10, warm_up, 5) for warm_up in (1, 2, 2.5, 4, 9, 100)] == [5, 4, 3, 1, 1, 1]
+    assert prefill.rounds_within(-1, 1, 5) == 1
+    assert prefill.measure_dtype(folder, "float64", [8], 3, seconds=1e-3).repeats.tolist() == [1] * 3
 
 
 def test_an_error_in_a_measuring_process_comes_home(

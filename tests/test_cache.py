@@ -135,6 +135,18 @@ def test_allocator_refuses_what_it_did_not_hand_out() -> None:
         BlockAllocator(1)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_a_row_grows_to_the_limit_and_no_further(tokens: int) -> None:
+    cache = make_cache(max_context=6)  # the limit lies within a block
+    cache.add(cache.reserve(tokens), tokens)
+    for _ in range(6 - tokens):
+        cache.grow()
+    with pytest.raises(ValueError, match="a sequence of 7 tokens exceeds the maximum context of 6"):
+        cache.grow()
+    assert cache.lengths[0] == 6, "a refused growth changes nothing"
+    assert cache.slots(0).tolist() == [4, 5, 6, 7, 8, 9]
+
+
 def test_zero_is_a_legal_address_everywhere() -> None:
     cache = make_cache()
     assert not cache.table.any()

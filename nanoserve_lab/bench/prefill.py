@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -38,6 +39,10 @@ from nanoserve_lab.model.config import read_config
 
 #: The engines measured; the part after the name is the peer's attention implementation. Its cache is the dynamic one.
 ENGINES = (OWN, *(f"transformers {attention}" for attention in ATTENTIONS))
+
+#: What the measurements of a dtype may take, loading not counted: on two cores one round of 1,024 tokens in bfloat16,
+#: every engine once, takes the greater part of a minute.
+SECONDS = 80
 
 
 def peak_mb(device: torch.device) -> float:
@@ -84,12 +89,22 @@ def prefill(prompt: list[int]) -> tuple[float, float, int]:
     return seconds, peak_mb(device), tokens[0]
 
 
-def measure_dtype(folder: Path, dtype: str, lengths: Sequence[int], repeats: int) -> pd.DataFrame:
+def rounds_within(seconds: float, warm_up: float, most: int) -> int:
+    """How many rounds, 1 to ``most``, fit into ``seconds`` after a first one, which took ``warm_up``."""
+    return max(1, min(most, int(seconds / warm_up) - 1))
+
+
+def measure_dtype(
+    folder: Path, dtype: str, lengths: Sequence[int], repeats: int, seconds: float = SECONDS
+) -> pd.DataFrame:
     """One row an engine and number of prompt tokens; the engines' processes take turns, one working at a time.
 
     Columns ``engine``, ``tokens``, ``repeats``, ``ttft_ms`` (median), ``ms_min``, ``ms_max``, ``peak_mb`` (of a process
     that has loaded the model and prefilled prompts up to this length), ``ratio`` (the best peer's median over this
     one's) and ``same_token`` (whether the first token is that of the first peer).
+
+    The lengths share ``seconds`` by their tokens; a slow one gets fewer than ``repeats`` rounds, but at least one, and
+    its rows say how many.
     """
     vocab_size = read_config(folder / "config.json").vocab_size
     # Spawned, not forked: a fork would begin with this process's memory, and it may hold CUDA.
@@ -101,18 +116,21 @@ def measure_dtype(folder: Path, dtype: str, lengths: Sequence[int], repeats: int
         for loading in [process.submit(load, engine, *options) for engine, process in processes.items()]:
             loading.result()
         # Shortest first: a process's peak after its warm-up at one length is that of this length.
+        end, left = time.perf_counter() + seconds, sum(lengths)
         for tokens in sorted(lengths):
-            prompt = made_up_prompt(vocab_size, tokens)
+            prompt, start = made_up_prompt(vocab_size, tokens), time.perf_counter()
             warm = {engine: process.submit(prefill, prompt).result() for engine, process in processes.items()}
+            share = (end - start) * tokens / left
+            rounds, left = rounds_within(share, time.perf_counter() - start, repeats), left - tokens
             arms = {e: lambda p=p: p.submit(prefill, prompt).result()[0] for e, p in processes.items()}  # noqa: B023
-            spreads = {e: spread(values) for e, values in alternate(arms, repeats, warmup=0).items()}
+            spreads = {e: spread(values) for e, values in alternate(arms, rounds, warmup=0).items()}
             ratios = peer_ratios({e: seconds.median for e, seconds in spreads.items()}, ENGINES[1:])
             for engine, (median, low, high) in spreads.items():
                 table.append(
                     {
                         "engine": engine,
                         "tokens": tokens,
-                        "repeats": repeats,
+                        "repeats": rounds,
                         "ttft_ms": median * 1e3,
                         "ms_min": low * 1e3,
                         "ms_max": high * 1e3,
@@ -124,12 +142,14 @@ def measure_dtype(folder: Path, dtype: str, lengths: Sequence[int], repeats: int
     return pd.DataFrame(table)
 
 
-def measure(source: str | None, dtypes: Sequence[str], lengths: Sequence[int], repeats: int) -> pd.DataFrame:
+def measure(
+    source: str | None, dtypes: Sequence[str], lengths: Sequence[int], repeats: int, seconds: float = SECONDS
+) -> pd.DataFrame:
     """`measure_dtype` for every dtype; adds ``model``, ``dtype`` and ``threads``."""
     folder = resolve_source(source)
     frames = []
     for dtype in dtypes:
-        frame = measure_dtype(folder, dtype, lengths, repeats)
+        frame = measure_dtype(folder, dtype, lengths, repeats, seconds)
         frame.insert(1, "model", model_name(source))
         frame.insert(2, "dtype", dtype)
         show(frame)
@@ -139,14 +159,19 @@ def measure(source: str | None, dtypes: Sequence[str], lengths: Sequence[int], r
 
 def run(
     out: Path = Path("data"),
-    tokens: str = "128,512,1024",
+    tokens: str = "128,1024",
     dtypes: str = "float32,bfloat16",
     repeats: int = 5,
+    seconds: int = SECONDS,
     model: str | None = None,
 ) -> list[Path]:
-    """Time to the first token of TOKENS prompt tokens, and peak memory, beside transformers, to OUT/prefill.csv."""
+    """Time to the first token of TOKENS prompt tokens, and peak memory, beside transformers, to OUT/prefill.csv.
+
+    Each dtype takes about SECONDS: a prompt too slow for REPEATS rounds gets fewer, as its rows say.
+    """
     command = command_line("prefill", run, locals())
     lengths, names = parse_counts("tokens", tokens), parse_dtypes("dtypes", dtypes)
     require("repeats", repeats, 1)
-    frame = measure(model, names, lengths, repeats)
+    require("seconds", seconds, 1)
+    frame = measure(model, names, lengths, repeats, seconds)
     return [write_csv(frame, out / "prefill.csv", default_device(), command)]

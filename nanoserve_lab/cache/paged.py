@@ -56,12 +56,14 @@ class PagedCache:
 
     def __init__(self, pool: KVPool, max_rows: int, max_context: int, table: RowTable | None = None) -> None:
         self.pool, self.max_rows, self.max_context = pool, max_rows, max_context
-        self._row_table = table
+        self._row_table, self._device = table, pool.data.device
         self.rows = 0
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
         self.table: IntArray = np.zeros((max_rows, pool.blocks_for(max_context)), dtype=np.int64)
         self.newest_slots: IntArray = np.zeros(max_rows, dtype=np.int64)
         self._offsets = np.arange(pool.block_size)
+        # Steps in which every row has room in its last block, at least: nothing to look after until then.
+        self._quiet = 0
 
     def owned(self, row: int) -> list[int]:
         """The blocks that ``row`` owns, in order of position."""
@@ -91,11 +93,18 @@ class PagedCache:
         if self._row_table is not None:
             self._row_table.fill(row, slots)
         self.rows += 1
+        self._quiet = 0
         return row
 
     def blocks_to_grow(self) -> int:
         """How many new blocks `grow` would take."""
-        return int(np.count_nonzero(self.lengths[: self.rows] % self.pool.block_size == 0))
+        return sum(length % self.pool.block_size == 0 for length in self.lengths[: self.rows].tolist())
+
+    def can_grow(self) -> bool:
+        """Whether the pool has the blocks that `grow` would take."""
+        free = self.pool.allocator.num_free
+        # A row takes one at most: they are counted only where the pool is nearly empty.
+        return self._quiet > 0 or self.rows <= free or self.blocks_to_grow() <= free
 
     def grow(self) -> None:
         """Room for one more token in every row.
@@ -103,18 +112,30 @@ class PagedCache:
         Raises, changing nothing, `OutOfBlocks` where the pool has not enough blocks and `ValueError` where a row is at
         ``max_context``.
         """
-        lengths, newest = self.lengths[: self.rows], self.newest_slots[: self.rows]
-        self._check_context(int(lengths.max(initial=0)) + 1)
-        full = np.flatnonzero(lengths % self.pool.block_size == 0)
-        taken = self.pool.allocator.take(full.size) if full.size else []
-        lengths += 1
+        if self._quiet > 0:
+            self._quiet -= 1
+        else:
+            self._take_blocks()
+        newest = self.newest_slots[: self.rows]
+        self.lengths[: self.rows] += 1
         newest += 1
-        if taken:
-            blocks = np.array(taken)
-            self.table[full, (lengths[full] - 1) // self.pool.block_size] = blocks
-            newest[full] = blocks * self.pool.block_size
         if self._row_table is not None:
             self._row_table.extend(newest)
+
+    def _take_blocks(self) -> None:
+        """A block for each row whose last one is full; then no row needs anything for the next ``_quiet`` steps."""
+        # Python's integers: after a forward the code of NumPy's reductions has left the processor's cache, and to call
+        # them costs more than they save in so few rows.
+        size, lengths = self.pool.block_size, self.lengths[: self.rows].tolist()
+        longest = max(lengths, default=0) + 1
+        self._check_context(longest)
+        room = [-length % size for length in lengths]
+        full = [row for row, tokens in enumerate(room) if not tokens]
+        for row, block in zip(full, self.pool.allocator.take(len(full)), strict=True):
+            self.table[row, lengths[row] // size] = block
+            self.newest_slots[row] = block * size - 1
+            room[row] = size
+        self._quiet = min([self.max_context - longest + 1, *room]) - 1
 
     def remove(self, row: int) -> int | None:
         """Free ``row``'s blocks and move the last row into its place; the row that moved, or None."""
@@ -163,4 +184,4 @@ class PagedCache:
 
     def tensor(self, values: IntArray) -> Tensor:
         """A copy of ``values`` on the pool's device."""
-        return upload(values, self.pool.data.device)
+        return upload(values, self._device)

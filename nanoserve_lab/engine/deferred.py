@@ -31,6 +31,8 @@ class DeferredReadback:
         self._cuda = device.type == "cuda"
         self._mirrors = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(lag + 1)]
         self._views = [mirror.numpy() for mirror in self._mirrors]
+        # Each mirror cut to the rows of the last push, whose number seldom changes.
+        self._rows, self._cut = max_rows, self._mirrors
         self._events = [torch.cuda.Event() for _ in self._mirrors] if self._cuda else []
         self._logprob_mirrors: list[Tensor] = []
         self._attached: list[Logprobs] = []
@@ -59,7 +61,10 @@ class DeferredReadback:
         """Send ``tokens`` ``[rows]`` int64, one a request, on their way; at most ``lag + 1`` steps are under way."""
         assert len(self._window) < len(self._mirrors), "read what is due before the next push"
         at = self._next
-        self._mirrors[at][: len(requests)].copy_(tokens, non_blocking=True)
+        if self._rows != len(requests):
+            self._rows = len(requests)
+            self._cut = [mirror[: self._rows] for mirror in self._mirrors]
+        self._cut[at].copy_(tokens, non_blocking=True)
         if self._cuda:
             self._events[at].record()
         self._window.append((at, requests, self._attached))
@@ -75,9 +80,9 @@ class DeferredReadback:
             at, requests, attached = self._window.popleft()
             if self._cuda:
                 self._events[at].synchronize()
-            told = dict(pair for part in attached for pair in _unpack(part))
+            told = dict(pair for part in attached for pair in _unpack(part)) if attached else {}
             for request, token in zip(requests, self._views[at][: len(requests)].tolist(), strict=True):
-                if request.id in told and request.finish_reason is None:
+                if told and request.id in told and request.finish_reason is None:
                     request.logprobs.append(told[request.id])
                 yield request, token
 

@@ -46,6 +46,8 @@ class Engine:
         self._events: list[TokenEvent] = []
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        # One object for all steps: to make one takes as long as to enter it.
+        self._inference_mode = torch.inference_mode()
 
     @classmethod
     def build(
@@ -98,7 +100,7 @@ class Engine:
         if request is None:
             return False
         self._release(request)
-        self._tell(request.cancel())
+        self._tell_end(request.cancel())
         return True
 
     @property
@@ -112,29 +114,33 @@ class Engine:
         events, self._events = self._events, []
         return events
 
-    @torch.inference_mode()
     def _advance(self) -> None:
-        self._counts["steps"] += 1
         scheduler = self.scheduler
-        if scheduler.running:
-            self._make_room()
-        tokens = [self._decode()] if scheduler.running else []
-        if chunks := scheduler.chunks():
-            tokens.append(self._prefill(chunks))
-        if scheduler.running:
-            self._tokens = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-            self.readback.push(self._tokens, tuple(scheduler.running))
-            self._retire_complete()
-        self._read_back(drain=not scheduler.running)
+        with self._inference_mode:
+            self._counts["steps"] += 1
+            if scheduler.running:
+                self._make_room()
+            tokens = [self._decode()] if scheduler.running else []
+            if chunks := scheduler.chunks():
+                tokens.append(self._prefill(chunks))
+            if scheduler.running:
+                self._tokens = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+                self.readback.push(self._tokens, tuple(scheduler.running))
+                # A row that has all of its tokens leaves before the host has read them.
+                for row in scheduler.complete():
+                    self._retire(row)
+            self._read_back(drain=not scheduler.running)
 
     def _decode(self) -> Tensor:
         """One token a running row, ``[rows]``."""
         self.cache.grow()
         plan = self.planner.plan()
-        logits = self.decode(plan, self._input_tensor(self._tokens, plan))[: plan.live]
+        logits, padding = self.decode(plan, self._input_tensor(self._tokens, plan)), len(plan.rows) - plan.live
+        if padding:
+            logits = logits[: plan.live]
+            self._counts["padded_rows"] += padding
         self._counts["decode_steps"] += 1
         self._counts["decode_rows"] += plan.live
-        self._counts["padded_rows"] += len(plan.rows) - plan.live
         if self._sampler is None:
             self._sampler = Sampler(self.scheduler.running, self.model.device)
         tokens = self._sample(self._sampler, logits)
@@ -208,12 +214,12 @@ class Engine:
 
     def _make_room(self) -> None:
         """See that every running row can grow by one token, pushing out the youngest requests where it cannot."""
-        if self.cache.blocks_to_grow() <= self.cache.pool.allocator.num_free:
+        if self.cache.can_grow():
             return
         # A request is prefilled again from the tokens that the host knows, so those on their way come home first;
         # a stop among them may free the blocks that are missing.
         self._read_back(drain=True)
-        while self.cache.blocks_to_grow() > self.cache.pool.allocator.num_free:
+        while not self.cache.can_grow():
             request = self.scheduler.youngest()
             self._counts["preemptions"] += 1
             self._counts["recomputed_tokens"] += self._release(request)
@@ -236,14 +242,6 @@ class Engine:
             scheduler.waiting.remove(request)
         return 0
 
-    def _retire_complete(self) -> None:
-        """Count the tokens just sampled; a row that has all of its own leaves before the host has read them."""
-        running = self.scheduler.running
-        for row in reversed(range(len(running))):
-            running[row].issued += 1
-            if running[row].issued == running[row].max_tokens:
-                self._retire(row)
-
     @torch.inference_mode()
     def _retire(self, row: int) -> None:
         moved = self.scheduler.retire(row)
@@ -257,15 +255,18 @@ class Engine:
             if request.finish_reason is not None:
                 self._counts["overshoot_tokens"] += 1
                 continue
-            self._tell(request.accept(token))
-            if request.finish_reason is not None:
+            event = request.accept(token)
+            if event.finish_reason is None:
+                self._events.append(event)
+            else:
+                self._tell_end(event)
                 self._release(request)
 
-    def _tell(self, event: TokenEvent) -> None:
+    def _tell_end(self, event: TokenEvent) -> None:
+        assert event.finish_reason is not None
         self._events.append(event)
-        if event.finish_reason is not None:
-            self._finished[event.finish_reason] += 1
-            del self._live[event.request_id]
+        self._finished[event.finish_reason] += 1
+        del self._live[event.request_id]
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

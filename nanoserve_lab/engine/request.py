@@ -201,10 +201,10 @@ def _overlap(text: str, stop: str) -> int:
 _ids = itertools.count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """A submitted request and its state. ``issued`` counts the tokens sampled for it so far, those not yet read back
-    included; ``max_tokens`` is the params' own, cut to what the context leaves. ``index`` says which of the params'
+    """A submitted request and its state. ``token_ids`` are the tokens read back so far; ``max_tokens`` is the params'
+    own, cut to what the context leaves. ``index`` says which of the params'
     ``n`` completions it is: each has a generator of its own. ``logprobs`` are put here by the readback, one a token,
     ahead of it. ``seen`` is the sampler's: the tokens that a repetition penalty applies to, on the device, those not
     yet read back included."""
@@ -219,15 +219,17 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
-    issued: int = 0
     finish_reason: FinishReason | None = None
     seen: Tensor | None = None
+    rng: np.random.Generator = field(init=False, repr=False)
+    _stream: TextStream | None = field(init=False, repr=False)
+    _scanner: StopScanner = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Spawn keys keep the generators apart, whatever the seeds; the first has none, and is the seed's own.
         key = (self.index,) if self.index else ()
         self.rng = np.random.default_rng(np.random.SeedSequence(self.params.seed, spawn_key=key))
-        self._stream: TextStream | None = self.tokenizer.text_stream() if self.tokenizer else None
+        self._stream = self.tokenizer.text_stream() if self.tokenizer else None
         self._scanner = StopScanner(self.params.stop)
 
     @property
@@ -243,22 +245,23 @@ class Request:
             self.finish_reason = "stop"
         elif self._stream is not None:
             piece = self._scanner.push(self._stream.push(token))
-        if self.finish_reason is None and self._scanner.stopped:
-            self.finish_reason = "stop"
-        elif self.finish_reason is None and len(self.token_ids) == self.max_tokens:
+            if self._scanner.stopped:
+                self.finish_reason = "stop"
+        if self.finish_reason is None and len(self.token_ids) == self.max_tokens:
             self.finish_reason = "length"
-        return self._event(token, piece)
+        if self.finish_reason is not None:
+            return self._last_event(token, piece)
+        self.text += piece
+        logprobs = self.logprobs[-1] if self.logprobs else None
+        return TokenEvent(self.id, token, piece, logprobs=logprobs)
 
     def cancel(self) -> TokenEvent:
         """End the request where it is; the event that tells of it."""
         self.finish_reason = "cancelled"
-        return self._event(None, "")
+        return self._last_event(None, "")
 
-    def _event(self, token: int | None, piece: str) -> TokenEvent:
-        logprobs = self.logprobs[-1] if self.logprobs and token is not None else None
-        if self.finish_reason is None:
-            self.text += piece
-            return TokenEvent(self.id, token, piece, logprobs=logprobs)
+    def _last_event(self, token: int | None, piece: str) -> TokenEvent:
+        assert self.finish_reason is not None
         if self._stream is not None and not self._scanner.stopped:
             piece += self._scanner.push(self._stream.flush())
             if not self._scanner.stopped:
@@ -266,4 +269,5 @@ class Request:
         self.text += piece
         told = self.logprobs if self.params.logprobs is not None else None
         completion = Completion(self.text, self.token_ids, self.finish_reason, self.prompt_ids, told)
+        logprobs = self.logprobs[-1] if self.logprobs and token is not None else None
         return TokenEvent(self.id, token, piece, self.finish_reason, completion, logprobs)

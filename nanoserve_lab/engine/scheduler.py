@@ -35,6 +35,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefill: Prefill | None = None
         self.running: list[Request] = []
+        # Steps in which no running row can come to its last token; rows are counted again when somebody joins them.
+        self._quiet = 0
 
     def chunks(self) -> list[tuple[Prefill, PrefillChunk]]:
         """What to prefill in this step: every running row's token comes first, prompts share the rest of the budget."""
@@ -71,6 +73,17 @@ class Scheduler:
         """Put a request whose last chunk has run into a row."""
         self.cache.add(prefill.blocks, len(prefill.token_ids))
         self.running.append(prefill.request)
+        self._quiet = 0
+
+    def complete(self) -> list[int]:
+        """The rows that have all of their tokens with those sampled in this step, from the end; asked once a step."""
+        if self._quiet > 0:
+            self._quiet -= 1
+            return []
+        lengths = self.cache.lengths.tolist()
+        left = [request.max_context - lengths[row] for row, request in enumerate(self.running)]
+        self._quiet = min(filter(None, left), default=1) - 1
+        return [row for row in reversed(range(len(left))) if not left[row]]
 
     def retire(self, row: int) -> int | None:
         """Take the request of ``row`` out of the batch; the row that moved into its place, or None."""
