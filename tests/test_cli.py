@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nanoserve_lab import cli
+from nanoserve_lab.terminal import hold_interrupts
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "The capital of France is"
@@ -46,7 +47,7 @@ print(sorted({heavy!r} & set(sys.modules)))
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "nanoserve_lab", "-h"], capture_output=True, text=True, check=True)
     assert "Usage: nanoserve-lab" in done.stdout
-    for command in ("generate", "chat", "doctor", "figures", "lab", "model", "bench"):
+    for command in ("generate", "chat", "doctor", "figures", "post", "lab", "model", "bench"):
         assert re.search(rf"^\W*{command}\b", done.stdout, re.MULTILINE), command
 
 
@@ -136,13 +137,13 @@ def test_chat_in_a_terminal(default_model_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_the_second_interrupt_is_not_held() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with cli.hold_interrupts(True) as interrupted:
+    with hold_interrupts(True) as interrupted:
         signal.raise_signal(signal.SIGINT)
         assert interrupted.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt), cli.hold_interrupts(False):
+    with pytest.raises(KeyboardInterrupt), hold_interrupts(False):
         signal.raise_signal(signal.SIGINT)
 
 

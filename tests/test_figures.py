@@ -200,7 +200,7 @@ def test_a_figure_shows_itself_once_with_its_alt_text() -> None:
     image = Image.open(io.BytesIO(base64.b64decode(shown.data["image/png"])))
     assert image.size == (1050, 570)
     assert shown.data["text/plain"] == "<Picture size 700x380 with 1 Axes>"
-    assert shown.metadata["image/png"] == {"width": 700, "alt": picture.alt}
+    assert shown.metadata["image/png"] == {"width": 700, "alt": picture.alt, "caption": picture.caption}
 
 
 def test_colours_can_be_read_and_told_apart() -> None:

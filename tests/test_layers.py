@@ -40,7 +40,9 @@ ALLOWED |= {
     "exercises": _BELOW | {"__init__", "bench", "ledger"},
     "widgets": _BELOW | {"__init__", "bench", "figures"},
     "doctor": _BELOW | {"__init__"},
-    "cli": _BELOW | {"__init__", "bench", "figures", "widgets", "doctor"},
+    "post": frozenset({"bench"}),
+    "terminal": frozenset({"__init__", "model"}),
+    "cli": _BELOW | {"__init__", "bench", "figures", "widgets", "doctor", "post", "terminal"},
     "__main__": frozenset({"cli"}),
 }
 

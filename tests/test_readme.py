@@ -21,15 +21,36 @@ def test_the_library_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "100" in told
 
 
-def test_the_tape_examples_run_and_refuse_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tape_examples_run_and_refuse_as_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(BLOCKS[1], "README", "exec"), names)
     told = capsys.readouterr().out
     assert "aten.mm.default" in told
     assert re.search(r"item\(\).* at line \d+", told)
     exec(compile(BLOCKS[2], "README", "exec"), names)
-    assert capsys.readouterr().out.splitlines()[-1] == str(2 << 20), "three small results lie in one small segment"
-    assert len(BLOCKS) == 3, "another block needs another test"
+    assert (tmp_path / "recording.png").stat().st_size > 10_000
+    exec(compile(BLOCKS[3], "README", "exec"), names)
+    small, both = map(int, capsys.readouterr().out.splitlines()[-2:])
+    assert small == 2 << 20, "three small results lie in one small segment"
+    assert both == (2 << 20) + 2 * (65536 * 65536 * 4)
+    assert len(BLOCKS) == 4, "another block needs another test"
+
+
+def test_the_figures_are_shown_in_light_and_dark() -> None:
+    pictures = re.findall(r"<picture>\n(.*?)</picture>", TEXT, re.S)
+    shown = [re.findall(r'(?:srcset|src)="figures/(\w+)\.(\w+)\.png"', picture) for picture in pictures]
+    assert len(shown) == 2
+    for dark, light in shown:
+        assert (dark[1], light[1]) == ("dark", "light")
+        assert dark[0] == light[0]
+
+
+def test_the_lessons_that_are_there_are_linked() -> None:
+    there = sorted(path.stem for path in (Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
+    assert re.findall(r"^\| \[`(\w+)`\]\(notebooks/\1\.ipynb\)", TEXT, re.M) == there
 
 
 def test_the_table_of_gates_is_complete() -> None:

@@ -134,7 +134,8 @@ class Picture(Figure):
         # Not a representation method: the one that pyplot registers for every Figure would come first.
         bundle = {"image/png": base64.b64encode(self._small_png()).decode("ascii"), "text/plain": repr(self)}
         width = round(self.get_figwidth() * 100)
-        display(bundle, raw=True, metadata={"image/png": {"width": width, "alt": self.alt}})
+        about = {"width": width, "alt": self.alt, "caption": self.caption}  # the caption is for nanoserve_lab.post
+        display(bundle, raw=True, metadata={"image/png": about})
 
     def _small_png(self) -> bytes:
         # Sharper than it is shown, and in 256 colours (no value off by more than about 5): a notebook stays small.
