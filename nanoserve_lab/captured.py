@@ -61,7 +61,7 @@ class CapturedGraph:
     ``replay()`` takes no arguments; it reads the inputs at ``addresses`` and writes ``output`` ``[rows, vocab]``, which
     lives until the next replay of any shape. ``plan`` is the plan of the recorded step, held for good: its tensors are
     storage that is written in place, so only ``rows``, a Python tuple, says for ever what it said then. ``seconds`` is
-    what recording took, ``nodes`` the number of recorded operations.
+    what recording took, ``nodes`` the number of recorded operations, on CUDA that of the graph's nodes.
     """
 
     plan: DecodePlan
@@ -182,7 +182,7 @@ class CapturedDecode:
         seconds = time.perf_counter() - start
         self._after_recording()
         graph = CapturedGraph(
-            plan, recording.replay, output, self.parts.addresses.read(), recording.pool, len(recording.nodes), seconds
+            plan, recording.replay, output, self.parts.addresses.read(), recording.pool, recording.size, seconds
         )
         self.graphs[plan.shape] = graph
         return graph

@@ -131,12 +131,16 @@ def check_single_graph(decode: CompiledDecode) -> None:
     if decode.breaks:
         raise GraphBroken(f"forward: {decode.breaks[0]}", decode.breaks)
     if decode.recompiles:
-        raise GraphBroken(
-            f"forward: {decode.graphs} graphs for {len(decode.kinds)} kinds of arguments; the last guard that failed: "
-            f"{decode.recompiles[-1]}"
-        )
+        raise GraphBroken(f"forward: {_counted_graphs(decode)}; the last guard that failed: {decode.recompiles[-1]}")
     if decode.graphs != len(decode.kinds) or not decode.graphs:
-        raise GraphBroken(f"forward: {decode.graphs} graphs for {len(decode.kinds)} kinds of arguments, wanted as many")
+        raise GraphBroken(f"forward: {_counted_graphs(decode)}, wanted one for each kind")
+
+
+def _counted_graphs(decode: CompiledDecode) -> str:
+    graphs, kinds = decode.graphs, len(decode.kinds)
+    return (
+        f"{graphs} {'graph' if graphs == 1 else 'graphs'} for {kinds} {'kind' if kinds == 1 else 'kinds'} of arguments"
+    )
 
 
 def find_breaks(forward: Callable[..., Any], *args: Any) -> list[GraphBreak]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +29,11 @@ class InputBuffer:
 
     The host writes into a staging mirror through its NumPy view, which allocates nothing, and one copy takes the mirror
     to the device. On CUDA the mirror is pinned and an event guards it while its copy is under way; on the CPU the
-    mirror is the buffer. The buffer starts as zeros, which are legal everywhere: nothing has to be initialised.
-    ``writes`` and ``cells`` count what was written.
+    mirror is the buffer. The buffer starts as zeros, so that nothing has to be initialised: 0 is a token, a position
+    and, as the sink, a slot that a row may write and any column may read. As a context length it is legal too, in that
+    it reaches no other row: a row of length 0 attends to nothing, and its own logits are NaN in the plain read. The
+    planner gives padded rows length 1, which `buckets.check_pad_inert` asks for. ``writes`` and ``cells`` count what
+    was written.
     """
 
     def __init__(self, max_rows: int, *tail: int, device: torch.device | str = "cpu") -> None:
@@ -152,19 +156,13 @@ class Addresses:
             for tensors in (part._parameters, part._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None:
-                        self.add(f"{name} {path}.{key}".replace(" .", " "), _item(tensors, key))
+                        self.add(f"{name} {path}.{key}".replace(" .", " "), partial(tensors.__getitem__, key))
 
     def read(self) -> tuple[int, ...]:
         """The addresses, in the order of ``names``."""
-        return tuple(_address(fetch()) for fetch in self._fetch)
-
-
-def _item(tensors: Mapping[str, Any], key: str) -> Callable[[], Tensor]:
-    return lambda: tensors[key]
-
-
-def _address(tensor: Tensor) -> int:
-    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+        # Without a call of Python's for each: a replay asks for some hundreds.
+        tensors = [fetch() for fetch in self._fetch]
+        return tuple([id(tensor) if tensor.is_mkldnn else tensor.data_ptr() for tensor in tensors])
 
 
 def check_addresses_stable(names: Sequence[str], recorded: Sequence[int], now: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ says what the dispatcher sees: one ATen operation may be several kernels on a GP
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +17,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from nanoserve_lab.recorders.operations import (
-    FUSED,
     SYNC_METHODS,
     kind_of,
     shapes_of,
@@ -29,7 +28,9 @@ from nanoserve_lab.recorders.operations import (
     tensors_of,
     traffic,
     user_line,
+    writes,
 )
+from nanoserve_lab.recorders.watching import OperationWatch, deepest, uncompiled
 
 aten = torch.ops.aten
 
@@ -62,21 +63,22 @@ class StepTrace:
     """Use as a context manager around a step; it runs under ``inference_mode``, composites taken apart.
 
     ``launches`` are the operations that compute, in order. ``views`` counts those that only make another view of a
-    storage, ``allocations`` the storages that came into being, and ``syncs`` lists the values that the host waited for.
-    Times include the instrument's own; compare them with each other, not with an untraced step.
+    storage, ``allocations_on`` the storages that came into being by the type of their device (``"cpu"``, ``"cuda"``),
+    and ``syncs`` lists the values that the host waited for. Functions compiled by ``torch.compile`` run as they were
+    written. Times include the instrument's own; compare them with each other, not with an untraced step.
     """
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.syncs: list[HostSync] = []
-        self.allocations = 0
+        self.allocations_on: Counter[str] = Counter()
         self.views = 0
         self._modules = ModuleTracker()
         self._in_sync = False
         self._contexts = ExitStack()
 
     def __enter__(self) -> StepTrace:
-        for context in (torch.inference_mode(), self._modules, _SyncWatch(self), _OperationWatch(self)):
+        for context in (uncompiled(), torch.inference_mode(), self._modules, _SyncWatch(self), _LaunchWatch(self)):
             self._contexts.enter_context(context)
         return self
 
@@ -88,6 +90,11 @@ class StepTrace:
         return pd.DataFrame([vars(launch) for launch in self.launches], columns=list(Launch.__annotations__))
 
     @property
+    def allocations(self) -> int:
+        """Storages that came into being on any device: on the host, a copy to a device has two of them before it."""
+        return self.allocations_on.total()
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that the launches read, intermediates included."""
         return sum(launch.bytes_read for launch in self.launches)
@@ -97,27 +104,27 @@ class StepTrace:
         """Bytes that the launches wrote."""
         return sum(launch.bytes_written for launch in self.launches)
 
-    def _record(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], seconds: float) -> None:
-        name = short_name(func)
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], seconds: float) -> None:
+        name, inputs = short_name(func), tensors_of((args, kwargs))
         known = {storage_of(t) for t in inputs}
         if name == "lift_fresh":
             # Host data that became a tensor: its storage is new, though no operation made it.
-            self.allocations += 1
+            self.allocations_on[outputs[0].device.type] += 1
             return
-        fresh = {storage_of(t) for t in outputs} - known
-        self.allocations += len(fresh)
+        fresh = {storage_of(t): t.device.type for t in outputs if storage_of(t) not in known}
+        self.allocations_on.update(fresh.values())
         if name.startswith(("empty", "new_empty", "detach", "_pin_memory", "is_pinned")):
             return
-        if not fresh and not func._schema.is_mutable:
+        if not fresh and not writes(func):
             self.views += 1
             return
-        read, written = traffic(func, inputs, outputs)
+        read, written = traffic(func, args, kwargs, outputs)
         self.launches.append(
             Launch(
                 order=len(self.launches),
                 op=str(func),
                 kind=kind_of(func),
-                module=_deepest(self._modules.parents),
+                module=deepest(self._modules.parents),
                 shapes=shapes_of(inputs),
                 bytes_read=read,
                 bytes_written=written,
@@ -138,28 +145,22 @@ class StepTrace:
             self._in_sync = False
 
 
-class _OperationWatch(TorchDispatchMode):
-    """Sees every ATen operation below autograd and hands it to the trace."""
+class _LaunchWatch(OperationWatch):
+    """Runs every operation and hands it to the trace with its time."""
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
         self._trace = trace
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in FUSED:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if func is aten._local_scalar_dense.default:
-            return self._trace._sync("item", lambda: func(*args, **kwargs))
-        inputs = tensors_of((args, kwargs))
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            name = "item" if func is aten._local_scalar_dense.default else short_name(func)
+            return self._trace._sync(name, lambda: func(*args, **kwargs))
         start = time.perf_counter()
         result = func(*args, **kwargs)
-        if any(t.is_cuda for t in inputs):
+        if any(t.is_cuda for t in tensors_of((args, kwargs))):
             torch.cuda.synchronize()
-        self._trace._record(func, inputs, tensors_of(result), time.perf_counter() - start)
+        self._trace._record(func, args, kwargs, tensors_of(result), time.perf_counter() - start)
         return result
 
 
@@ -176,8 +177,3 @@ class _SyncWatch(TorchFunctionMode):
         if name in SYNC_METHODS:
             return self._trace._sync(name, lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
-
-
-def _deepest(parents: set[str]) -> str:
-    path = max(parents, key=lambda name: name.count("."), default="Global")
-    return path.partition(".")[2]

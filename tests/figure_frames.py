@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
+import torch
 
-from nanoserve_lab.bench import padding
+from nanoserve_lab.bench import padding, pool
 
 WHERE = {
     "machine": "NVIDIA Grace, 72 cores, 480 GB",
@@ -124,9 +125,50 @@ def inputs() -> pd.DataFrame:
     return pd.DataFrame(cells)
 
 
+def breakeven() -> pd.DataFrame:
+    lists = [
+        ("00 to 03", 2_097_152, 268_435_456, 141_304_491_147_264, float("inf")),
+        ("04 to 06", 576, 268_435_456, 17_414_225_920, 54_321.0),
+        ("07", 36, 268_435_456, 1_339_555_840, 3_395.0),
+    ]
+    columns = ["lessons", "shapes", "shared_bytes", "private_bytes", "breakeven_steps"]
+    return pd.DataFrame(lists, columns=columns).assign(**WHERE)
+
+
+def captures() -> pd.DataFrame:
+    cells = [
+        {"steps": steps, "rows": rows, "captures_open": steps, "captures_closed": 1 + (16 + steps > 128),
+         "ratio": 0.8 + rows / 1000, **WHERE}
+        for rows in (2, 32, 256)
+        for steps in (8, 64, 128)
+    ]  # fmt: skip
+    return pd.DataFrame(cells)
+
+
+def priced() -> pd.DataFrame:
+    """A small engine's bill, as if a GPU had recorded it."""
+    frame = pool.priced(8, 256, 64, pool.Heads(4, 2, 16), torch.device("cpu"))
+    simulated = frame[(frame["how"] == "simulated") & (frame["where"] == "the list")]["bytes"].tolist()
+    measured = [2.0 * frame[frame["how"] == "simulated"]["bytes"].max(), *(1.1 * nbytes for nbytes in simulated)]
+    frame.loc[frame["how"] == "measured", "bytes"] = measured
+    return frame.assign(**WHERE)
+
+
+def by_multiple() -> pd.DataFrame:
+    return pool.by_multiple((32, 64, 256), pool.Heads(4, 2, 16), 8, 256, torch.device("cpu")).assign(**WHERE)
+
+
+def launch_costs(**changes: Any) -> pd.DataFrame:
+    row = {"step": "default decode", "rows": 1, "launches": 675, "replay_ms": 3.0, "record_ms": 90.0, "saving_ms": 2.0}
+    return pd.DataFrame([{**row, "step": "tiny decode", "saving_ms": -1.0}, {**row, **changes}]).assign(**WHERE)
+
+
 FRAMES: dict[str, Callable[[], pd.DataFrame | None]] = {
     "allocations_over_steps": inputs,
+    "breakeven_curve": launch_costs,
     "bytes_against_bandwidth": limits,
+    "captured_decode_replay": lambda: None,
+    "captures_over_steps": captures,
     "compiled_step": compiled,
     "decode_step_path": lambda: None,
     "deferred_readback": readback,
@@ -139,6 +181,10 @@ FRAMES: dict[str, Callable[[], pd.DataFrame | None]] = {
     "persistent_decode_inputs": lambda: None,
     "plan_between": lambda: None,
     "planning_time": plans,
+    "pool_and_breakeven": breakeven,
+    "pool_by_multiple": by_multiple,
+    "pool_priced": priced,
+    "recording_in_time": launches,
     "shapes_over_run": seen,
     "step_strip": launches,
 }

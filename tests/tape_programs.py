@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 SHAPE = (4, 6)
 Kind = Callable[[Tensor, Tensor, Tensor], Tensor]
+Program = list[tuple[str, int, int]]
 
 
 def _out(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ def _masked_set(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
 
 
 def _through_view(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-    result = x.clone()
+    result = x.clone(memory_format=torch.contiguous_format)
     result.t()[2].mul_(y[0, 0])
     result.view(-1)[5:9].add_(1)
     return result
@@ -47,6 +49,11 @@ def _through_view(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
 def _chunks(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
     left, middle, right = x.chunk(3, dim=1)
     return torch.cat([right, left, y[:, 2:4] * middle], dim=1)
+
+
+def _argument_written(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    # Torch itself does not write into an expanded tensor.
+    return (x.clone() if 0 in x.stride() else x).mul_(0.5)
 
 
 def _reshaped_in_place(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ def _scattered(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
 
 
 def _attended(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-    q, k = (t.view(1, 2, 4, 3) for t in (x, y))
+    q, k = (t.reshape(1, 2, 4, 3) for t in (x, y))
     return F.scaled_dot_product_attention(q, k, k).reshape(SHAPE)
 
 
@@ -137,7 +144,7 @@ KINDS: dict[str, Kind] = {
     "topk": _top,
     "sort": _sorted,
     "mm": lambda x, y, ids: x @ y.t() @ y,
-    "bmm": lambda x, y, ids: (x.view(2, 2, 6) @ y.view(2, 6, 2) @ y.view(2, 2, 6)).view(SHAPE),
+    "bmm": lambda x, y, ids: (x.reshape(2, 2, 6) @ y.reshape(2, 6, 2) @ y.reshape(2, 2, 6)).view(SHAPE),
     "linear": lambda x, y, ids: F.linear(x, y, y[:, 0]) @ y,
     "linear_3d": lambda x, y, ids: F.linear(x[None], y.t() @ y, y[0])[0],
     "einsum": lambda x, y, ids: torch.einsum("ij,kj,kl->il", x, y, y),
@@ -146,7 +153,7 @@ KINDS: dict[str, Kind] = {
     "rms_norm": lambda x, y, ids: F.rms_norm(x, (6,), y[0]),
     "layer_norm": lambda x, y, ids: F.layer_norm(x, (6,), y[0], y[1]),
     "group_norm": lambda x, y, ids: F.group_norm(x[None], 2, y[:, 0])[0],
-    "conv1d": lambda x, y, ids: F.conv1d(x[None], y.view(4, 6, 1)[:, :4].contiguous())[0],
+    "conv1d": lambda x, y, ids: F.conv1d(x[None], y.reshape(4, 6, 1)[:, :4].contiguous())[0],
     "max_pool": lambda x, y, ids: F.max_pool1d(x, 3, stride=1, padding=1),
     "avg_pool": lambda x, y, ids: F.avg_pool1d(x, 3, stride=1, padding=1),
     "pad": lambda x, y, ids: F.pad(x, (1, 1))[:, 1:-1] + F.pad(y, (2, 0), value=3.0)[:, :6],
@@ -168,13 +175,13 @@ KINDS: dict[str, Kind] = {
     "through_view": _through_view,
     "in_place_view": _reshaped_in_place,
     "out": _out,
-    "argument_written": lambda x, y, ids: x.mul_(0.5),
+    "argument_written": _argument_written,
     "clone": lambda x, y, ids: x.clone(),
     "transposed_clone": lambda x, y, ids: x.t().clone().t(),
     "contiguous": lambda x, y, ids: x.t().contiguous().view(SHAPE),
     "flip": lambda x, y, ids: x.flip(0),
     "roll": lambda x, y, ids: x.roll(2, dims=1),
-    "permuted": lambda x, y, ids: x.view(2, 2, 6).permute(1, 0, 2).reshape(SHAPE),
+    "permuted": lambda x, y, ids: x.reshape(2, 2, 6).permute(1, 0, 2).reshape(SHAPE),
     "repeat": lambda x, y, ids: x[:2].repeat(2, 1) + y[:1].expand(SHAPE),
     "stack": lambda x, y, ids: torch.stack([x, y], 1)[:, 1],
     "chunks": _chunks,
@@ -211,7 +218,7 @@ REFUSED: dict[str, tuple[Kind, str]] = {
 }
 
 
-def run_program(program: list[tuple[str, int, int]], a: Tensor, b: Tensor, ids: Tensor) -> tuple[Any, ...]:
+def run_program(program: Program, a: Tensor, b: Tensor, ids: Tensor) -> tuple[Any, ...]:
     """The program's last three values, and a view of the last."""
     values = [a, b]
     for kind, i, j in program:
@@ -226,3 +233,11 @@ def inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(SHAPE, generator=generator) for _ in range(2))
     return a, b, torch.randint(0, 4, (4,), generator=generator)
+
+
+def steps(kinds: list[str]) -> st.SearchStrategy[tuple[str, int, int]]:
+    """Steps of programs, of ``kinds``."""
+    return st.tuples(st.sampled_from(kinds), st.integers(0, 20), st.integers(0, 20))
+
+
+PROGRAMS = st.lists(steps(sorted(KINDS)), min_size=1, max_size=10)

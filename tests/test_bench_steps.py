@@ -42,7 +42,7 @@ def test_the_two_planners_plan_the_same_step() -> None:
 
 def test_bench_capture_counts_what_it_ran(tmp_path: Path) -> None:
     paths = capture.run(tmp_path, rows="2", steps="8,32,128", repeats=1)
-    frame, pools = (read_csv(path) for path in paths)
+    frame, pools, launches = (read_csv(path) for path in paths)
     assert frame.captures_open.tolist() == frame.replays.tolist() == frame.steps.tolist() == [8, 32, 128]
     assert frame.captures_closed.tolist() == [1, 1, 2]
     assert [round(100 * reuse) for reuse in frame.reuse] == [88, 97, 98]
@@ -50,6 +50,9 @@ def test_bench_capture_counts_what_it_ran(tmp_path: Path) -> None:
     assert (frame.ratio == frame.replayed_ms / frame.eager_ms).all(), "one run: its own ratio"
     assert pools.shapes.tolist() == [576, 144, 36, 9]
     assert [round(ratio, 1) for ratio in pools.ratio] == [64.9, 17.0, 5.0, 2.0]
+    assert launches.module.str.extract(r"layers\.(\d)")[0].dropna().unique().tolist() == ["0", "1", "2", "3"]
+    assert (launches.seconds > 0).all()
+    assert launches.order.tolist() == list(range(len(launches)))
 
 
 def test_recording_is_not_in_the_replays_time() -> None:

@@ -72,7 +72,7 @@ def test_static_shapes_run_into_the_compilers_limit() -> None:
     assert decode.graphs == limit
     assert len(decode.recompiles) == limit - 1
     assert "size mismatch" in decode.recompiles[0]
-    with pytest.raises(GraphBroken, match=f"{limit} graphs for 1 kinds of arguments; the last guard that failed"):
+    with pytest.raises(GraphBroken, match=f"{limit} graphs for 1 kind of arguments; the last guard that failed"):
         check_single_graph(decode)
 
 

@@ -8,6 +8,8 @@ import torch
 from nanoserve_lab.engine import Engine, EngineConfig, RequestRefused, SamplingParams
 from nanoserve_lab.model.tiny import tiny_model
 
+pytestmark = pytest.mark.both_ways
+
 
 def build(**sizes: int) -> Engine:
     defaults = {"max_rows": 3, "max_context": 32, "block_size": 4, "num_blocks": 30}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_plan import growing_cache, run_to_the_end, strict_engine
 
-from nanoserve_lab.buckets import BucketSet
-from nanoserve_lab.engine import SamplingParams
+from nanoserve_lab.buckets import BucketSet, BucketsUnsound, check_pad_inert
+from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.inputs import (
     Addresses,
     DecodeInputs,
@@ -55,6 +55,30 @@ def test_a_buffer_is_written_in_place() -> None:
         assert written.flatten().tolist() == torch.as_tensor(values).flatten().tolist()
     assert (buffer.writes, buffer.cells) == (4, 9)
     assert buffer.window(2) is buffer.window(2)
+
+
+@pytest.mark.parametrize("optimize_cpu", [False, True])
+def test_a_context_length_of_zero_reaches_no_other_row(optimize_cpu: bool) -> None:
+    switches = {"bucket_decode": True, "persist_inputs": True, "width_multiple": 16, "optimize_cpu": optimize_cpu}
+    config = EngineConfig(max_rows=4, max_context=32, block_size=4, num_blocks=33, **switches)  # type: ignore[arg-type]
+    logits = []
+    for length in (1, 0):
+        engine = Engine.build(tiny_model(), None, config)
+        for prompt in ([1, 2, 3], [4, 5], [6]):
+            engine.submit(prompt, SamplingParams(max_tokens=9))
+        engine.step()
+        engine.cache.grow()
+        plan = engine.planner.plan()
+        assert plan.context_lens.tolist() == [4, 3, 2, 1], "the planner gives a padded row one token"
+        plan.context_lens[3] = length
+        with torch.inference_mode():
+            logits.append(engine.decode(plan, torch.zeros(4, 1, dtype=torch.int64)).clone())
+    assert torch.equal(logits[0][:3], logits[1][:3])
+    assert not logits[0].isnan().any()
+    if not optimize_cpu:
+        assert logits[1][3].isnan().all()
+    with pytest.raises(BucketsUnsound, match="context_lens: padded row 3 holds 0, wanted 1"):
+        check_pad_inert(plan)
 
 
 def test_a_window_may_go_past_what_was_written() -> None:

@@ -136,3 +136,33 @@ def test_a_step_after_a_trace_is_as_before() -> None:
     x = torch.ones(2, requires_grad=True)
     (x * 2).sum().backward()
     assert x.grad is not None
+
+
+def test_a_comparison_on_the_host_is_a_sync() -> None:
+    x = torch.ones(3)
+    with StepTrace() as trace:
+        torch.equal(x, x)
+        x.sum().item()
+    assert [sync.call for sync in trace.syncs] == ["equal", "item"]
+
+
+def test_a_compiled_function_is_traced_as_it_was_written() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).relu()
+
+    x = torch.ones(3, 3)
+    compiled(x)
+    with StepTrace() as trace:
+        compiled(x)
+    assert [launch.op for launch in trace.launches] == ["aten.mm.default", "aten.relu.default"]
+
+
+def test_allocations_are_counted_by_device() -> None:
+    with StepTrace() as trace:
+        x = torch.ones(3)
+        torch.ones(3, device="meta") + 1
+        x.add_(1).unsqueeze_(0)
+    assert trace.allocations_on == {"cpu": 1, "meta": 2}
+    assert trace.allocations == 3
+    assert trace.views == 1

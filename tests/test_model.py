@@ -143,6 +143,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert error < 1e-4, f"largest difference {error:.1e} of the largest logit"
 
 
+@pytest.mark.both_ways
 def test_logits_and_greedy_text_equal_transformers(pair: tuple[Any, Transformer]) -> None:
     reference, model = pair
     batch = prompts(model.config.vocab_size)

@@ -231,6 +231,7 @@ def test_the_seen_tokens_outlive_the_batch() -> None:
     assert Sampler([one], CPU)(logits) == 2
 
 
+@pytest.mark.both_ways
 def test_a_penalised_text_equals_its_tokens_asked_for_one_by_one() -> None:
     config = EngineConfig(max_rows=3, max_context=40, block_size=4, num_blocks=31)
     engine = Engine.build(tiny_model(dtype=torch.float64), None, config)
@@ -244,6 +245,7 @@ def test_a_penalised_text_equals_its_tokens_asked_for_one_by_one() -> None:
             assert engine.generate([[*prompt, *completion.token_ids[:i]]], one)[0].token_ids == [token]
 
 
+@pytest.mark.both_ways
 def test_a_text_is_the_same_after_preemption() -> None:
     model = tiny_model(dtype=torch.float64)
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

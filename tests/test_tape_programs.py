@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,20 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tape_programs import KINDS, REFUSED, inputs, run_program
+from tape_programs import KINDS, PROGRAMS, REFUSED, Program, inputs, run_program, steps
 from torch import Tensor
+from torch.nn import functional as F
 
+from nanoserve_lab.instruments import StepTrace
 from nanoserve_lab.recorders import RecordingRefused, tape_recorder
 from nanoserve_lab.recorders.calls import same_bits
-
-Program = list[tuple[str, int, int]]
-
-
-def steps(kinds: list[str]) -> st.SearchStrategy[tuple[str, int, int]]:
-    return st.tuples(st.sampled_from(kinds), st.integers(0, 20), st.integers(0, 20))
-
-
-PROGRAMS = st.lists(steps(sorted(KINDS)), min_size=1, max_size=10)
 
 
 def check(program: Program, arena: bool, gradients: bool = False) -> None:
@@ -98,6 +92,17 @@ def test_the_same_launches_in_every_mode(program: Program) -> None:
     assert lists[0] == lists[1] == lists[2]
 
 
+@settings(max_examples=15, deadline=None)
+@given(PROGRAMS)
+def test_the_trace_sees_the_launches_of_the_recording(program: Program) -> None:
+    columns = ["op", "kind", "module", "shapes", "bytes_read", "bytes_written"]
+    recorded = tape_recorder(lambda *args: run_program(program, *args), inputs(0)).launches()
+    args = inputs(0)
+    with StepTrace() as trace:
+        run_program(program, *args)
+    assert trace.frame()[columns].to_numpy().tolist() == recorded[columns].to_numpy().tolist()
+
+
 def test_a_composite_is_taken_apart_as_eager_takes_it() -> None:
     def parts(x: Tensor) -> Tensor:
         with torch.inference_mode(False):  # here the dispatcher itself takes composites apart
@@ -108,3 +113,9 @@ def test_a_composite_is_taken_apart_as_eager_takes_it() -> None:
 
     ops = [tape_recorder(step, (inputs(0)[0],)).launches().op.tolist() for step in (parts, whole)]
     assert ops[0] == ops[1] == ["aten.clone.default", "aten.addmm.default"]
+
+
+def test_a_decomposition_in_python_does_not_come_before_the_kernel() -> None:
+    importlib.import_module("torch._decomp")  # registers them, as the compiler does
+    recording = tape_recorder(lambda x: F.interpolate(x[None], scale_factor=2), (inputs(0)[0],))
+    assert recording.launches().op.tolist() == ["aten.upsample_nearest1d.default"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,19 @@ from torch import Tensor
 from nanoserve_lab.bench.provenance import write_csv
 from nanoserve_lab.bench.timing import command_line, made_up_prompt, parse_counts, require, show, spread, synchronize
 from nanoserve_lab.buckets import BucketSet
-from nanoserve_lab.captured import CapturedDecode, private_pool_bytes, shared_pool_bytes
+from nanoserve_lab.captured import (
+    CapturedDecode,
+    default_recorder,
+    private_pool_bytes,
+    shared_pool_bytes,
+    tape_recorder,
+)
 from nanoserve_lab.device import default_device
 from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.model.transformer import Transformer
 from nanoserve_lab.plan import DecodePlan
+from nanoserve_lab.recorders import Recorder, Recording
 
 #: Tokens of every row's prompt, and the width multiple of the log's run.
 PROMPT, WIDTH_MULTIPLE = 16, 128
@@ -67,7 +74,9 @@ class Watched(CapturedDecode):
         return logits
 
 
-def engine_of(model: Transformer, rows: int, steps: int, capture: bool) -> tuple[Engine, Watched]:
+def engine_of(
+    model: Transformer, rows: int, steps: int, capture: bool, recorder: Recorder = default_recorder
+) -> tuple[Engine, Watched]:
     """An engine whose ``rows`` prompts are prefilled, ``steps`` decode steps ahead of it, and its watch."""
     context = PROMPT + steps + 1
     config = EngineConfig(
@@ -81,7 +90,7 @@ def engine_of(model: Transformer, rows: int, steps: int, capture: bool) -> tuple
         capture_decode=capture,
         strict=False,
     )
-    engine = Engine.build(model, None, config)
+    engine = Engine.build(model, None, config, recorder=recorder)
     for row in range(rows):
         engine.submit(made_up_prompt(model.config.vocab_size, PROMPT, row), SamplingParams(max_tokens=steps + 1))
     engine.step()
@@ -110,9 +119,12 @@ def one_run(model: Transformer, rows: int, steps: int) -> dict[str, Any]:
 def measure(rows: Sequence[int], steps: Sequence[int], repeats: int) -> pd.DataFrame:
     """One line for each number of rows and steps.
 
+    Both runs pad their steps to the same closed set of shapes and write their inputs in place; only one records.
     Columns ``steps``, ``rows``, ``captures_open`` (shapes that the run presents without buckets), ``captures_closed``,
-    ``replays``, ``reuse``, ``eager_ms`` and ``replayed_ms`` (all decode forwards of the run but for recording; medians
-    over ``repeats`` runs), ``record_ms``, and ``ratio`` (the median of the runs' own, replayed over eager).
+    ``replays`` (each recording step's own among them), ``reuse``, ``eager_ms`` and ``replayed_ms`` (all decode forwards
+    of a run, sampling and planning left out; medians over ``repeats`` runs), ``record_ms`` (the recordings alone), and
+    ``ratio`` (the median of the runs' own, replayed over eager). A step that records counts in ``replayed_ms`` with the
+    time of one more replay, so that both columns are of as many steps.
     """
     model = tiny_model(MODEL, device=default_device())
     lines = []
@@ -130,6 +142,20 @@ def measure(rows: Sequence[int], steps: Sequence[int], repeats: int) -> pd.DataF
     return frame.astype(dict.fromkeys(integers, "int64"))
 
 
+def recorded_launches(repeats: int, rows: int = 2) -> pd.DataFrame:
+    """`Recording.launches` of a decode step of ``rows`` rows on the tape, each operation timed over ``repeats``
+    replays. The tape runs on the CPU."""
+    recordings: list[Recording] = []
+
+    def keep(step: Callable[..., Any], args: tuple[Any, ...], pool: Any = None) -> Recording:
+        recordings.append(tape_recorder(step, args, pool))
+        return recordings[-1]
+
+    engine, _ = engine_of(tiny_model(MODEL), rows, 2, capture=True, recorder=keep)
+    engine.step()
+    return recordings[0].launches(repeats)
+
+
 def pool_table(max_rows: int = 256, max_context: int = 8192, heads: int = 32) -> pd.DataFrame:
     """The log's pool arithmetic, fp32 scores alone: columns ``width_multiple``, ``shapes``, ``shared_bytes``,
     ``private_bytes``, ``ratio``."""
@@ -142,8 +168,8 @@ def pool_table(max_rows: int = 256, max_context: int = 8192, heads: int = 32) ->
 
 
 def run(out: Path = Path("data"), rows: str = "2,32,256", steps: str = "8,32,64,128", repeats: int = 5) -> list[Path]:
-    """Captures, replays and milliseconds of a run, eager and replayed, to OUT/day-54-capturebench.csv, and the pool
-    table to OUT/day-54-pool.csv."""
+    """Captures, replays and milliseconds of a run, eager and replayed, to OUT/day-54-capturebench.csv, the pool table
+    to OUT/day-54-pool.csv, and the operations of one recording to OUT/recording.csv."""
     command = command_line("capture", run, locals())
     batches, lengths = parse_counts("rows", rows), parse_counts("steps", steps)
     require("repeats", repeats, 1)
@@ -151,4 +177,5 @@ def run(out: Path = Path("data"), rows: str = "2,32,256", steps: str = "8,32,64,
     show(frame)
     show(pools)
     tables = {"day-54-capturebench.csv": frame, "day-54-pool.csv": pools}
-    return [write_csv(table, out / name, default_device(), command) for name, table in tables.items()]
+    paths = [write_csv(table, out / name, default_device(), command) for name, table in tables.items()]
+    return [*paths, write_csv(recorded_launches(20 * repeats), out / "recording.csv", "cpu", command)]

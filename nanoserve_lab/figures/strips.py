@@ -17,7 +17,8 @@ def _layers(frame: pd.DataFrame) -> pd.Series:
     return frame["module"].astype(str).str.extract(r"\blayers\.(\d+)", expand=False).astype("Int64")
 
 
-def _short(op: str) -> str:
+def short_op(op: str) -> str:
+    """``"mm"`` of ``"aten.mm.default"``."""
     parts = op.split(".")
     return (parts[1] if len(parts) > 2 else parts[-1]).strip("_")
 
@@ -74,7 +75,7 @@ def step_strip(picture: Picture, frame: pd.DataFrame, palette: Palette) -> None:
     colour_names = [family for family in FAMILIES if family in set(frame["kind"].map(FAMILY_OF))]
 
     top = picture.add_axes((left, 4.1 / height, span, 0.5 / height))
-    _blocks(top, starts, ends, colours)
+    blocks(top, starts, ends, colours)
     top.set(xlim=(0, ends[-1]), ylim=(0, 1), yticks=[])
     top.spines["left"].set_visible(False)
     top.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -84,7 +85,7 @@ def step_strip(picture: Picture, frame: pd.DataFrame, palette: Palette) -> None:
     chosen = _middle_layer(frame, layers)
     inside = np.flatnonzero((layers == chosen).fillna(False).to_numpy())
     part = slice(inside[0], inside[-1] + 1)
-    names = [_short(str(op)) for op in frame["op"][part]]
+    names = [short_op(str(op)) for op in frame["op"][part]]
     inks = [palette.text_on(colour) for colour in colours[part]]
     zoom = picture.add_axes((left, 2.65 / height, span, 0.5 / height))
     edges = np.append(starts[part], ends[part.stop - 1])
@@ -98,10 +99,14 @@ def step_strip(picture: Picture, frame: pd.DataFrame, palette: Palette) -> None:
     _chips(picture, colour_names, palette)
 
 
-def _blocks(axes: Axes, starts: np.ndarray, ends: np.ndarray, colours: list[str]) -> None:
+def blocks(
+    axes: Axes, starts: np.ndarray, ends: np.ndarray, colours: list[str], lows: np.ndarray | float = 0.0
+) -> None:
+    """A block of height 1 from each start to its end, standing at ``lows``."""
     # A gap between neighbours would swallow blocks thinner than itself: only wide blocks get one.
     gap = np.minimum((ends[-1] - starts[0]) * 0.0012, (ends - starts) * 0.15)
-    corners = [[(a, 0), (a, 1), (b - g, 1), (b - g, 0)] for a, b, g in zip(starts, ends, gap, strict=True)]
+    places = zip(starts, ends, gap, np.broadcast_to(lows, starts.shape), strict=True)
+    corners = [[(a, y), (a, y + 1), (b - g, y + 1), (b - g, y)] for a, b, g, y in places]
     axes.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))
 
 
@@ -129,7 +134,7 @@ def _mark_layers(
 def _named_blocks(
     axes: Axes, edges: np.ndarray, colours: list[str], names: list[str], inks: list[str], inches: tuple[float, float]
 ) -> None:
-    _blocks(axes, edges[:-1], edges[1:], colours)
+    blocks(axes, edges[:-1], edges[1:], colours)
     axes.set(xlim=(edges[0], edges[-1]), ylim=(0, 1), xticks=[], yticks=[])
     axes.spines[["left", "bottom"]].set_visible(False)
     scale = inches[0] / (edges[-1] - edges[0])

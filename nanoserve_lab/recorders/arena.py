@@ -48,7 +48,7 @@ class _Segment:
         self.free = merged
 
 
-@dataclass
+@dataclass(eq=False)  # a pool is itself: two that are still empty are two
 class Arena:
     """Segments of memory on one device, as a pool that CUDA graphs share.
 

@@ -173,6 +173,10 @@ class _Spy(TorchDispatchMode):
         self.answer = answer
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append((func, args, kwargs or {}))
         return self.answer

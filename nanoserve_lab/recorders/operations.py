@@ -107,16 +107,41 @@ def shapes_of(tensors: Iterable[Tensor]) -> str:
     return " ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
 
 
-def traffic(operation: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int]:
-    """Bytes that an operation reads and writes."""
-    name, mutates = short_name(operation), operation._schema.is_mutable
+def writes(operation: Any) -> bool:
+    """Whether an operation writes into an argument; one that only makes the argument another view does not."""
+    return operation._schema.is_mutable and torch.Tag.inplace_view not in operation.tags
+
+
+def written_arguments(
+    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out_only: bool = False
+) -> list[Tensor]:
+    """The arguments that the operation's schema says it writes into; with ``out_only`` those that it does not read."""
+    arguments = operation._schema.arguments
+    values = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    outs = {a.name for a in arguments if a.kwarg_only}
+    return tensors_of([values.get(name) for name in names if name in outs or not out_only])
+
+
+def traffic(
+    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Iterable[Tensor]
+) -> tuple[int, int]:
+    """Bytes that an operation reads and writes. ``outputs`` may hold arguments that it returned."""
+    name, outs = short_name(operation), written_arguments(operation, args, kwargs, out_only=True)
+    inputs = [t for t in tensors_of((args, kwargs)) if not _among(t, outs)]
+    made = [*outs, *(t for t in outputs if not _among(t, [*inputs, *outs]))]
     if name in _PICKS:
-        return _bytes(outputs) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(outputs)
+        return _bytes(made) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(made)
     if name in _PLACES:
         return _bytes(inputs[1:]), _bytes(t for t in inputs[1:] if t.is_floating_point())
     if name in ("copy_", "fill_", "zero_"):
         return _bytes(inputs[1:]), _bytes(inputs[:1])
-    return _bytes(inputs), _bytes(inputs[:1] if mutates else outputs)
+    changed = written_arguments(operation, args, kwargs) if writes(operation) else []
+    return _bytes(inputs), _bytes([*made, *(t for t in changed if not _among(t, outs))])
+
+
+def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

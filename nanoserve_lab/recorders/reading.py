@@ -27,7 +27,7 @@ def launches(nodes: Sequence[Node], repeats: int = 0) -> pd.DataFrame:
     rows = []
     for order, (node, took) in enumerate(zip(nodes, seconds, strict=True)):
         inputs = node.inputs
-        read, written = traffic(node.operation, inputs, list(node.outputs))
+        read, written = traffic(node.operation, node.args, node.kwargs, node.outputs)
         rows.append(
             {
                 "order": order,
@@ -35,7 +35,7 @@ def launches(nodes: Sequence[Node], repeats: int = 0) -> pd.DataFrame:
                 "kind": kind_of(node.operation),
                 "module": node.module,
                 "shapes": shapes_of(inputs),
-                "dtype": " ".join(dict.fromkeys(_dtype(t) for t in (*inputs, *node.outputs))),
+                "dtype": _dtypes(inputs, node.outputs),
                 "bytes_read": read,
                 "bytes_written": written,
                 "seconds": took,
@@ -80,7 +80,7 @@ def externals(nodes: Sequence[Node], external: Sequence[External]) -> pd.DataFra
 def summary(nodes: Sequence[Node], external: Sequence[External]) -> str:
     """See `Recording.summary`."""
     kinds = Counter(kind_of(node.operation) for node in nodes)
-    moved = [traffic(node.operation, node.inputs, list(node.outputs)) for node in nodes]
+    moved = [traffic(node.operation, node.args, node.kwargs, node.outputs) for node in nodes]
     outside = {storage_of(entry.tensor) for entry in external}
     inside = {storage_of(t): _storage_bytes(t) for node in nodes for t in node.outputs}
     held = sum(size for storage, size in inside.items() if storage not in outside)
@@ -102,6 +102,12 @@ def _unnamed(tensor: Tensor, own: int) -> str:
         return ""
     storage = tensor.untyped_storage()
     return "a local variable" if torch._C._storage_Use_Count(storage._cdata) > own + 1 else ""
+
+
+def _dtypes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """``"float32 int64"`` of what goes in, ``" -> bool"`` behind it where other dtypes come out."""
+    into, out = (" ".join(dict.fromkeys(map(_dtype, tensors))) for tensors in (inputs, outputs))
+    return f"{into} -> {out}" if into and out and into != out else into or out
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ become one (``tolist``, ``bool``). A replay runs those operations on those stora
 from __future__ import annotations
 
 import functools
-import sys
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
 from nanoserve_lab.recorders import refusals
 from nanoserve_lab.recorders.arena import Arena, Lifetime
 from nanoserve_lab.recorders.calls import Make, choose
+from nanoserve_lab.recorders.lifetimes import Allocate, Free, Lifetimes, allocation
 from nanoserve_lab.recorders.node import External, Node
 from nanoserve_lab.recorders.operations import (
     SYNC_METHODS,
@@ -33,11 +33,11 @@ from nanoserve_lab.recorders.operations import (
     storage_of,
     tensors_of,
     user_line,
+    writes,
+    written_arguments,
 )
 from nanoserve_lab.recorders.recording import Recording, RecordingRefused
-
-#: Composite operations that are recorded whole, because a GPU runs them as one kernel; every other one is decomposed.
-KEPT_WHOLE = frozenset({aten.rms_norm.default})
+from nanoserve_lab.recorders.watching import OperationWatch, deepest, uncompiled
 
 _Args = tuple[Any, ...]
 
@@ -69,11 +69,12 @@ def tape_recorder(
     meets tensors that are not plain ones. Then nothing stays switched on, and the tensors hold what the step had
     written to them before it was refused.
     """
-    tape = _Tape((torch.default_generator, *torch.cuda.default_generators, *generators))
+    device = next((tensor.device for tensor in tensors_of(args)), None)
+    tape = _Tape((torch.default_generator, *torch.cuda.default_generators, *generators), device)
     seeds = [generator.initial_seed() for generator in tape.generators]
     with ExitStack() as contexts:
         contexts.enter_context(torch.inference_mode())
-        contexts.enter_context(_uncompiled())
+        contexts.enter_context(uncompiled())
         contexts.enter_context(tape.modules)
         contexts.enter_context(_Calls(tape))
         contexts.enter_context(_Operations(tape))
@@ -86,13 +87,9 @@ def tape_recorder(
         refusals.refuse("manual_seed", "seeds a generator while recording", "seed it before the replay", site)
     tape.check_owners()
     pool = Arena() if pool is None else pool
+    memory = tape.lifetimes(output)
     nodes = tape.finish(pool if arena else None)
-    return Recording(_replayer(nodes), output, pool, nodes, tape.externals(args))
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    # Where nothing was compiled, asking for the stance would import the compiler: a second and 140 MB.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return Recording(_replayer(nodes), output, pool, nodes, tape.externals(args), memory)
 
 
 def _replayer(nodes: tuple[Node, ...]) -> Callable[[], None]:
@@ -145,13 +142,16 @@ class _Tape:
     alive after the step shows in the number of its users.
     """
 
-    def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(self, generators: tuple[torch.Generator, ...], device: torch.device | None) -> None:
         self.entries: list[_Entry] = []
-        self.generators = generators
+        self.events: list[Allocate | Free] = []
+        self.generators, self.device = generators, device
         self.modules = ModuleTracker()
         self.refusal: RecordingRefused | None = None
         self.number_in_setitem = False
         self._made: set[int] = set()
+        self._alive: dict[int, int] = {}
+        self._births = 0
         self._constants: set[int] = set()
         self._own: dict[Any, Tensor] = {}
         self._of_storage: dict[int, list[Tensor]] = {}
@@ -176,10 +176,10 @@ class _Tape:
         refusals.check_operation(operation, args, kwargs, self.generators)
         inputs = tensors_of((args, kwargs))
         with torch._C.DisableTorchFunction():
+            self._note_deaths()
             before = refusals.geometry(inputs)
             drawn = self._drawn_from(operation, inputs, kwargs)
-        with _view_tracking(False):
-            result = operation(*args, **kwargs)
+        result = operation(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             refusals.check_result(operation, inputs, before, result)
             self._write(operation, args, kwargs, result, drawn)
@@ -195,23 +195,38 @@ class _Tape:
 
     def _write(self, operation: Any, args: _Args, kwargs: dict[str, Any], result: Any, drawn: Any) -> None:
         known = {storage_of(t) for t in tensors_of((args, kwargs))}
-        outputs = tensors_of(result)
-        fresh = tuple(t for t in outputs if storage_of(t) not in known)
+        fresh = tuple(t for t in tensors_of(result) if storage_of(t) not in known)
         for tensor in fresh:
-            self.own(tensor)
-            self._made.add(storage_of(tensor))
-        mutates = operation._schema.is_mutable and torch.Tag.inplace_view not in operation.tags
-        if is_empty(operation) or not (fresh or mutates or not operation._schema.returns):
+            self._note_birth(str(operation), self.own(tensor))
+        if is_empty(operation) or not (fresh or writes(operation) or not operation._schema.returns):
             return  # memory, a view, or a question about a shape
-        own_args, own_kwargs = tree_map_only(Tensor, self.own, (args, kwargs))
-        answer = tree_map_only(Tensor, self.own, result)
-        makes = choose(operation, own_args, own_kwargs, tuple(map(self.own, fresh)), answer, drawn)
-        entry = _Entry(operation, own_args, own_kwargs, tuple(map(self.own, fresh)), makes, self._module(), user_line())
-        self.entries.append(entry)
+        args, kwargs, answer = tree_map_only(Tensor, self.own, (args, kwargs, result))
+        outputs = tuple(map(self.own, fresh))
+        make = choose(operation, args, kwargs, outputs, answer, drawn)
+        module = deepest(self.modules.parents)
+        self.entries.append(_Entry(operation, args, kwargs, outputs, make, module, user_line()))
 
-    def _module(self) -> str:
-        deepest = max(self.modules.parents, key=lambda name: name.count("."), default="Global")
-        return deepest.partition(".")[2]
+    def _note_birth(self, operation: str, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        counts = not tensor.is_mkldnn and self.device in (None, tensor.device) and tensor.untyped_storage().nbytes()
+        if storage not in self._made and counts:
+            self._alive[storage] = self._births
+            self._births += 1
+            self.events.append(allocation(self._alive[storage], operation, tensor))
+        self._made.add(storage)
+
+    def _note_deaths(self) -> None:
+        for storage in [s for s in self._alive if not self._is_held(self._of_storage[s][0])]:
+            self.events.append(Free(self._alive.pop(storage)))
+
+    def lifetimes(self, output: Any) -> Lifetimes:
+        """What the step, which returned ``output``, allocated and freed."""
+        self._note_deaths()
+        outputs = {storage_of(t) for t in tensors_of(output)} & self._alive.keys()
+        if len(outputs) < len(self._alive):
+            gc.collect()
+            self._note_deaths()
+        return Lifetimes(tuple(self.events), frozenset(self._alive[storage] for storage in outputs))
 
     def _drawn_from(self, operation: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> Any:
         """The generator that a random operation draws from and its state, where that can be drawn from twice."""
@@ -236,7 +251,7 @@ class _Tape:
     def externals(self, args: _Args) -> tuple[External, ...]:
         """The storages that operations touch and that none of them made."""
         roles = {storage_of(t): f"args[{i}]" for i, arg in reversed([*enumerate(args)]) for t in tensors_of(arg)}
-        written = {storage_of(t) for entry in self.entries for t in _written(entry)}
+        written = {storage_of(t) for e in self.entries for t in written_arguments(e.operation, e.args, e.kwargs)}
         found: dict[int, External] = {}
         for entry in self.entries:
             for tensor in entry.inputs:
@@ -288,51 +303,15 @@ def _over(like: Tensor, storage: torch.UntypedStorage, offset: Any) -> Tensor:
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, like.shape, like.stride())
 
 
-def _written(entry: _Entry) -> list[Tensor]:
-    """The arguments that the operation's schema says it writes into."""
-    arguments = entry.operation._schema.arguments
-    values = {a.name: value for a, value in zip(arguments, entry.args, strict=False)} | entry.kwargs
-    writes = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_of([values.get(name) for name in writes])
-
-
-@functools.cache
-def _is_composite(operation: Any) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = operation.name()
-    return operation not in KEPT_WHOLE and has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
-
-
-@functools.cache
-def _tracks_views(operation: Any) -> bool:
-    """Whether the dispatcher itself makes the operation's results views, whatever takes it apart."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "ADInplaceOrView")
-
-
-def _view_tracking(on: bool) -> AbstractContextManager[Any]:
-    """Whether a view learns of its base what autograd would want to know; off is how a handler runs an operation."""
-    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, not on
-    )
-    return guard
-
-
-class _Operations(TorchDispatchMode):
-    """Sees every ATen operation below autograd, and takes composites apart: they arrive whole in ``inference_mode``."""
+class _Operations(OperationWatch):
+    """Hands every operation to the tape."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
         self._tape = tape
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            if _is_composite(func) and torch.Tag.data_dependent_output not in func.tags:
-                # A handler runs below the key that tells a view whether its base wants gradients, and composites choose
-                # by that (``matmul`` between ``mm`` and ``bmm``).
-                with self, _view_tracking(not _tracks_views(func)):
-                    # Not `decompose`, which prefers a decomposition in Python to the kernel that eager runs.
-                    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
             return self._tape.run(func, args, kwargs)
         except RecordingRefused as refusal:
             self._tape.refusal = self._tape.refusal or refusal
