@@ -213,5 +213,5 @@ def test_an_engine_with_python_state_in_its_forward_is_refused() -> None:
         engine.step()
     assert (engine.stats().graphs, engine.stats().recompiles) == (1, 0)
     forward.steps += 1
-    with pytest.raises(GraphBroken, match=r"2 graphs for 1 kinds.*self\.steps == 0"):
+    with pytest.raises(GraphBroken, match=r"2 graphs for 1 kind of.*self\.steps == 0"):
         engine.step()
