@@ -267,8 +267,7 @@ def figures(
         for path in export_figures(folder, only=only):
             out.print(Text(str(path)), soft_wrap=True)
         return
-    stale = [line for line in check_fresh(folder) if only is None or only in line]
-    if stale:
+    if stale := check_fresh(folder, only=only):
         raise CommandError("\n".join(["stale figures:", *stale]))
     out.print("fresh")
 

@@ -144,9 +144,7 @@ def recordings(name: str, data: Path | None = None) -> pd.DataFrame:
     places = {"log": data / "log", "recorded": data}
     places |= {folder.name: folder for folder in sorted((data / "machines").glob("*"))}
     frames = [
-        read_csv(folder / name).assign(source=source)
-        for source, folder in places.items()
-        if (folder / name).is_file()
+        read_csv(folder / name).assign(source=source) for source, folder in places.items() if (folder / name).is_file()
     ]
     if not frames:
         raise FileNotFoundError(f"{name}: not recorded in {data}, its log or its machines")

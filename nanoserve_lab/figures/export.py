@@ -49,19 +49,23 @@ def export_figures(out: Path, only: str | None = None, data: Path | None = None)
     return [path for path, _ in contents]
 
 
-def check_fresh(folder: Path, data: Path | None = None) -> list[str]:
-    """What is stale among the exported figures in ``folder``: one line each, beginning with the figure's name.
+def check_fresh(folder: Path, data: Path | None = None, only: str | None = None) -> list[str]:
+    """What is stale among the exported figures in ``folder`` (or about the one named ``only``): one line each,
+    beginning with the figure's name.
 
     Compared are the data's hash, caption and alternative text, the files with the manifest, and, where the renderer
     (Matplotlib, Pillow, platform) is the one of the export, the bytes of a fresh export. Empty when all are fresh.
     """
-    manifest = _read_manifest(folder)
-    stale = [f"{name}: no such figure is registered" for name in sorted(set(manifest) - set(registry.FIGURES))]
-    for name in figure_names():
-        if name not in manifest:
-            stale.append(f"{name}: not exported")
+    manifest, specs = _read_manifest(folder), _chosen(only)
+    stale: list[str] = []
+    for spec in specs:
+        if spec.name not in manifest:
+            stale.append(f"{spec.name}: not exported")
             continue
-        stale += [f"{name}: {problem}" for problem in _stale(registry.FIGURES[name], manifest[name], folder, data)]
+        stale += [f"{spec.name}: {problem}" for problem in _stale(spec, manifest[spec.name], folder, data)]
+    if only is not None:
+        return stale
+    stale += [f"{name}: no such figure is registered" for name in sorted(set(manifest) - set(registry.FIGURES))]
     known = {file for name in manifest for file in _file_names(name)}
     strays = sorted(p.name for p in folder.glob("*") if p.suffix in {".svg", ".png"} and p.name not in known)
     return stale + [f"{name.partition('.')[0]}: {name} is not in the manifest" for name in strays]

@@ -75,7 +75,7 @@ def _priced_alt(frame: pd.DataFrame) -> str:
         if part["bytes"].notna().any()
     )
     return (
-        f"Above, bars of the memory of one recording of {line.rows} rows by {line.context:,} tokens, {line.heads} "
+        f"Above, bars of the memory of one recording of {_rows(line)} by {line.context:,} tokens, {line.heads} "
         f"heads, {line['dtype']}. Computed: the scores alone, {bytes_label(_total(_terms(one, 'computed')))}. "
         f"Simulated: {bytes_label(_total(bill))}, of which {parts}. Measured: "
         f"{_unmeasured(frame) if math.isnan(seen) else bytes_label(seen)}. Below, on a logarithmic axis, the list of "
@@ -104,7 +104,7 @@ def pool_priced(picture: Picture, frame: pd.DataFrame, palette: Palette) -> None
     line = frame.iloc[0]
     heads = f"{line.heads} heads, {line.kv_heads} K/V heads, {line['dtype']}"
     _bars(picture.add_axes((0.95 / width, 3.5 / height, 5.85 / width, 1.6 / height)), one, frame, palette)
-    picture.text(0.12 / width, 5.28 / height, f"One recording: {line.rows} rows x {line.context:,} tokens, {heads}",
+    picture.text(0.12 / width, 5.28 / height, f"One recording: {_rows(line)} x {line.context:,} tokens, {heads}",
                  size=10, weight="bold", va="center")  # fmt: skip
     _ways(picture.add_axes((1.85 / width, 0.72 / height, 4.75 / width, 1.9 / height)), many, palette)
     picture.text(0.12 / width, 2.85 / height,
@@ -303,7 +303,7 @@ def breakeven_curve(picture: Picture, frame: pd.DataFrame, palette: Palette) -> 
     line, pays = _costs(frame)
     picture.set_layout_engine("none")
     width, height = picture.get_size_inches()
-    axes = picture.add_axes((0.95 / width, 0.8 / height, 3.8 / width, 2.75 / height))
+    axes = picture.add_axes((0.95 / width, 0.8 / height, 3.6 / width, 2.75 / height))
     record, saving = line.record_ms / 1e3, line.saving_ms / 1e3
     finite = [steps for steps in pays.values() if math.isfinite(steps)]
     until = max(finite, default=1000.0) * 1.35
