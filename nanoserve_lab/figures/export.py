@@ -57,7 +57,8 @@ def check_fresh(folder: Path, data: Path | None = None, only: str | None = None)
     (Matplotlib, Pillow, platform) is the one of the export, the bytes of a fresh export. Empty when all are fresh.
     """
     manifest, specs = _read_manifest(folder), _chosen(only)
-    stale: list[str] = []
+    unknown = sorted(set(manifest) - set(registry.FIGURES)) if only is None else []
+    stale = [f"{name}: no such figure is registered" for name in unknown]
     for spec in specs:
         if spec.name not in manifest:
             stale.append(f"{spec.name}: not exported")
@@ -65,7 +66,6 @@ def check_fresh(folder: Path, data: Path | None = None, only: str | None = None)
         stale += [f"{spec.name}: {problem}" for problem in _stale(spec, manifest[spec.name], folder, data)]
     if only is not None:
         return stale
-    stale += [f"{name}: no such figure is registered" for name in sorted(set(manifest) - set(registry.FIGURES))]
     known = {file for name in manifest for file in _file_names(name)}
     strays = sorted(p.name for p in folder.glob("*") if p.suffix in {".svg", ".png"} and p.name not in known)
     return stale + [f"{name.partition('.')[0]}: {name} is not in the manifest" for name in strays]
