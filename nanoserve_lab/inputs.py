@@ -70,9 +70,10 @@ class InputBuffer:
         """
         count = values.numel() if isinstance(values, Tensor) else len(values)
         rows = count // self._row_cells
-        view = self.window(rows if window is None else window)
-        if count % self._row_cells or rows > len(view):
-            raise InputsUnsound(f"write: {count} values into a window of {len(view)} rows of {self._row_cells}")
+        covered = rows if window is None else window
+        if count % self._row_cells or rows > covered:
+            raise InputsUnsound(f"write: {count} values into a window of {covered} rows of {self._row_cells}")
+        view = self.window(covered)
         self.writes += 1
         self.cells += count
         if isinstance(values, Tensor):

@@ -56,14 +56,15 @@ def check_fresh(folder: Path, data: Path | None = None, only: str | None = None)
     Compared are the data's hash, caption and alternative text, the files with the manifest, and, where the renderer
     (Matplotlib, Pillow, platform) is the one of the export, the bytes of a fresh export. Empty when all are fresh.
     """
-    manifest, specs = _read_manifest(folder), _chosen(only)
+    _chosen(only)
+    manifest = _read_manifest(folder)
     unknown = sorted(set(manifest) - set(registry.FIGURES)) if only is None else []
     stale = [f"{name}: no such figure is registered" for name in unknown]
-    for spec in specs:
-        if spec.name not in manifest:
-            stale.append(f"{spec.name}: not exported")
+    for name in [only] if only is not None else figure_names():
+        if name not in manifest:
+            stale.append(f"{name}: not exported")
             continue
-        stale += [f"{spec.name}: {problem}" for problem in _stale(spec, manifest[spec.name], folder, data)]
+        stale += [f"{name}: {problem}" for problem in _stale(registry.FIGURES[name], manifest[name], folder, data)]
     if only is not None:
         return stale
     known = {file for name in manifest for file in _file_names(name)}
