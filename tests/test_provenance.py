@@ -81,6 +81,9 @@ def test_commit_says_dirty_and_unknown(tmp_path: Path, monkeypatch: pytest.Monke
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     clean = provenance_module._commit()
     assert re.fullmatch(r"[0-9a-f]{9,}", clean)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "just-recorded.csv").write_text("")
+    assert provenance_module._commit() == clean
     (tmp_path / "new").write_text("")
     assert provenance_module._commit() == clean + "+dirty"
     monkeypatch.setattr(provenance_module, "repository_root", lambda: None)
