@@ -34,8 +34,9 @@ def provenance(device: str | torch.device = "cpu", command: str | None = None) -
     """One row of the `PROVENANCE` columns for numbers measured now on ``device``.
 
     ``device`` becomes ``"cpu"`` or the accelerator's own name; ``commit`` is the short hash, ``+dirty`` when anything
-    but ``data/`` and ``figures/`` has changes, ``unknown`` outside git; ``command`` is what the reader would type (None: ``interactive``); ``date``
-    is the local ISO day. Raises what torch raises for a device that is not there.
+    but ``data/`` and ``figures/`` has changes, ``unknown`` outside git; ``command`` is what the reader would
+    type (None: ``interactive``); ``date`` is the local ISO day. Raises what torch raises for a
+    device that is not there.
     """
     device = torch.device(device)
     return {
