@@ -53,26 +53,22 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     return copy if kind == "cpu" else copy.to(device)
 
 
-def read_bandwidth(
-    device: torch.device | str, megabytes: int = 256, repeats: int = 7, dtype: torch.dtype = torch.float32
-) -> float:
-    """Bytes per second that ``device`` reads in a large matrix-vector product of ``dtype``, the median of ``repeats``
-    runs.
+def read_bandwidth(device: torch.device | str, megabytes: int = 256, repeats: int = 7) -> float:
+    """Bytes per second that ``device`` reads in the sum of a large tensor, the median of ``repeats`` runs.
 
-    A decode step of one row is made of such products, so this is the speed that its weights can be read at.
+    A decode step of one row reads every weight once and computes next to nothing with it: no step can be faster than
+    this speed allows.
     """
     device = torch.device(device)
-    columns = 4096
-    matrix = torch.ones(megabytes * 2**20 // (dtype.itemsize * columns), columns, dtype=dtype, device=device)
-    vector = torch.ones(columns, dtype=dtype, device=device)
+    numbers = torch.ones(megabytes * 2**20 // 4, dtype=torch.float32, device=device)
     times = []
     for _ in range(repeats + 2):
         _synchronize(device)
         start = time.perf_counter()
-        torch.mv(matrix, vector)
+        numbers.sum()
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return matrix.nbytes / statistics.median(times[2:])
+    return numbers.nbytes / statistics.median(times[2:])
 
 
 def _synchronize(device: torch.device) -> None:

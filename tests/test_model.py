@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from nanoserve_lab.cache.paged import PagedCache, PrefillChunk
 from nanoserve_lab.cache.pool import KVPool
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import RopeConfig
-from nanoserve_lab.model.packing import PackedNorm, can_pack, packed_model, runs_packed
 from nanoserve_lab.model.rope import inverse_frequencies
-from nanoserve_lab.model.tiny import TINY, tiny_model
-from nanoserve_lab.model.transformer import RMSNorm, Transformer
+from nanoserve_lab.model.transformer import Transformer
 from nanoserve_lab.plan import Planner
 
 transformers = pytest.importorskip("transformers")
@@ -169,42 +166,6 @@ def test_logits_can_be_asked_for_at_some_tokens_only(pair: tuple[Any, Transforme
         every = model(ids, positions, write_slots, pool.layers, PrefillRead(spans))
         some = model(ids, positions, write_slots, pool.layers, PrefillRead(spans), torch.tensor([5, 2]))
     torch.testing.assert_close(some, every[[5, 2]], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_say_the_same(dtype: torch.dtype) -> None:
-    config = replace(TINY, qkv_bias=True, o_bias=True)
-    for tied in (False, True):
-        model = tiny_model(replace(config, tie_embeddings=tied), dtype=dtype)
-        assert can_pack(model)
-        packed = packed_model(model)
-        assert packed is packed_model(model), "packed twice"
-        assert packed.embed.weight.data_ptr() == model.embed.weight.data_ptr()
-        batch = [[1, 2, 3], [4, 5, 6, 7, 8]]
-        forced = [[9] * STEPS] * 2
-        for ours, plain in zip(paged_run(packed, batch, forced), paged_run(model, batch, forced), strict=True):
-            assert ours.dtype == dtype
-            error = (ours - plain).abs().max() / plain.abs().max()
-            assert error < (1e-5 if dtype == torch.float32 else 3e-2)
-    assert not can_pack(tiny_model(dtype=torch.float64))
-
-
-@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (3, 4, 32)])
-def test_the_packed_norm_is_an_rms_norm(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    norm = RMSNorm(32, eps=1e-5)
-    norm.weight.data = torch.randn(32, generator=generator)
-    for scale in (1.0, 1e-3, 1e3, 0.0):
-        x = scale * torch.randn(shape, generator=generator)
-        torch.testing.assert_close(PackedNorm(norm)(x), norm(x), rtol=1e-5, atol=1e-6)
-        wide = x.double()
-        by_hand = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
-        torch.testing.assert_close(PackedNorm(norm)(x).double(), by_hand, rtol=1e-5, atol=1e-6)
-
-
-def test_few_numbers_of_tokens_run_packed() -> None:
-    numbers = [n for n in range(1, 5000) if runs_packed(n)]
-    assert numbers == [*range(1, 9), *range(12, 65, 4)]
 
 
 def test_llama3_frequencies_by_hand() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from nanoserve_lab import Engine, EngineConfig, SamplingParams
 from nanoserve_lab.bench import load, soak
 from nanoserve_lab.engine import Completion, TokenEvent
-from nanoserve_lab.model.packing import runs_packed
 from nanoserve_lab.model.tiny import tiny_model
 
 # --- load -----------------------------------------------------------------------------------------------------------
@@ -78,7 +77,7 @@ def test_a_short_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frame.second.is_monotonic_increasing
     assert len(frame) >= 5
     lengths = [held for [held] in one.ledger.endings.values()]
-    warmup = soak.WARMUP_REQUESTS + sum(map(runs_packed, range(1, 65)))
+    warmup = soak.WARMUP_REQUESTS
     assert len(lengths) == warmup + last.submitted
     assert last.tokens == sum(lengths[warmup:])
     assert frame.requests_per_s[0] == pytest.approx(frame.rate_scale[0] * load.CONVERSATION.requests_per_s)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, library, nn
 from torch.nn import functional as F
 
-from nanoserve_lab.cache.attention import DecodeRead
-from nanoserve_lab.cache.fused import FusedDecodeRead, GatherBuffers
 from nanoserve_lab.cache.pool import KVPool
-from nanoserve_lab.model.packing import can_pack, packed_model
+from nanoserve_lab.engine.forward import DecodeForward
+from nanoserve_lab.model.cpu import kernel_model
 from nanoserve_lab.model.tiny import TINY, tiny_model
 from nanoserve_lab.recorders import Arena, tape_recorder
 from nanoserve_lab.recorders.calls import same_bits
@@ -331,20 +330,15 @@ def test_the_decode_step_of_the_tiny_model(arena: bool, optimized: bool) -> None
     config = replace(TINY, num_layers=4)
     model = tiny_model(config)
     if optimized:
-        if not can_pack(model):
-            pytest.skip("this build of torch has no oneDNN")
-        model = packed_model(model)
-    pool, buffers, rows, width = KVPool(config, 8, 4, torch.float32, "cpu"), GatherBuffers(), 2, 8
+        model = kernel_model(model)
+    pool, rows, width = KVPool(config, 8, 4, torch.float32, "cpu"), 2, 8
+    forward = DecodeForward(model, pool, kernels=optimized)
     ids, positions, write_slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
     slot_mapping, lengths = torch.zeros(rows, width, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
 
     def step(*args: Tensor) -> Tensor:
         ids, positions, write_slots, slot_mapping, lengths = args
-        if optimized:
-            read: Any = FusedDecodeRead(slot_mapping, lengths, pool, buffers)
-        else:
-            read = DecodeRead(slot_mapping, lengths)
-        return model(ids, positions, write_slots, pool.layers, read)
+        return forward(ids, positions, write_slots, lengths, slot_mapping)
 
     args = (ids, positions, write_slots, slot_mapping, lengths)
     recording = tape_recorder(step, args, arena=arena)

@@ -47,7 +47,7 @@ def decode_forward(model: Transformer, rows: int, context: int) -> DecodeForward
     """The plain decode forward of ``model`` over a pool, random K and V in it, of ``rows`` x ``context`` tokens."""
     pool = KVPool(model.config, rows * context + 1, 1, model.dtype, model.device)
     pool.data.normal_(generator=torch.Generator(model.device).manual_seed(0))
-    return DecodeForward(model, pool, fused=False)
+    return DecodeForward(model, pool, kernels=False)
 
 
 def step_args(rows: int, context: int, device: torch.device) -> StepArgs:

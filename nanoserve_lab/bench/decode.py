@@ -131,7 +131,7 @@ def measure_cell(
             decoder = peer.decoder(prompt, rows, attention, cache, total)
             arms[f"transformers {attention} {cache}"] = lambda d=decoder: d.seconds_per_step(steps, DROPPED)  # type: ignore[misc]
     engines = list(arms)
-    arms["bandwidth"] = lambda: read_bandwidth(model.device, repeats=3, dtype=model.dtype)
+    arms["bandwidth"] = lambda: read_bandwidth(model.device, repeats=3)
     values = alternate(arms, repeats)
     bandwidth = spread(values["bandwidth"]).median
     live = rows * mean_context(context, steps, repeats)

@@ -216,7 +216,7 @@ def decode_lifetimes(shapes: Sequence[Shape], config: ModelConfig, one_buffer: b
     with torch.device("meta"):
         model = Transformer(config).requires_grad_(False)
         logits = torch.empty(max(rows for rows, _ in shapes), config.vocab_size)
-    forward = DecodeForward(model, KVPool(config, 2, 16, torch.float32, "meta"), fused=False)
+    forward = DecodeForward(model, KVPool(config, 2, 16, torch.float32, "meta"), kernels=False)
 
     def step(input_ids: Tensor, *tensors: Tensor) -> Tensor:
         made = forward(input_ids, *tensors)

@@ -98,7 +98,7 @@ def graphs_while_growing(arm: str, contexts: int, block_size: int = 16, layers: 
         raise ValueError(f"arm: wanted one of {', '.join(ARMS)}, got {arm!r}")
     config = replace(TINY, num_layers=layers, max_position=max(PROMPTS) + contexts)
     cache = two_row_cache(config, block_size, contexts)
-    forward = DecodeForward(tiny_model(config), cache.pool, fused=False)
+    forward = DecodeForward(tiny_model(config), cache.pool, kernels=False)
     lookup, planner = LookupForward(forward, block_size), Planner(cache)
     inside = arm == "block tables"
     decode = CompiledDecode(lookup if inside else forward, eager_compiler, dynamic=arm != "plan, static")

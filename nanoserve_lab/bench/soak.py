@@ -31,7 +31,6 @@ from nanoserve_lab.bench.timing import (
 from nanoserve_lab.device import default_device
 from nanoserve_lab.engine import Engine, EngineConfig, SamplingParams, TokenEvent
 from nanoserve_lab.model import load_model
-from nanoserve_lab.model.packing import MAX_PACKED_TOKENS, runs_packed
 
 #: A pool that holds two sequences of the greatest length, or eight ordinary ones: at times it is short of blocks.
 ENGINE = EngineConfig(max_rows=8, max_context=512, num_blocks=65)
@@ -152,16 +151,7 @@ class Soak:
         return request_id
 
     def capacity(self, count: int = WARMUP_REQUESTS) -> float:
-        """Requests a second that the engine serves when ``count`` of them are there at once.
-
-        It warms up, too: before them comes a prompt of each number of tokens that runs on packed weights, as oneDNN
-        keeps megabytes of compiled products for each number that it has met.
-        """
-        longest = min(MAX_PACKED_TOKENS, self.engine.cache.max_context)
-        for tokens in filter(runs_packed, range(1, longest + 1)):
-            self.submit(tokens, 1)
-            while self.engine.has_work:
-                self.ledger.take(self.engine.step())
+        """Requests a second that the engine serves when ``count`` of them are there at once; it warms up, too."""
         table = self.requests(count, 1.0, self.seed + 1)
         for prompt_tokens, output_tokens in zip(table.prompt_tokens, table.output_tokens, strict=True):
             self.submit(prompt_tokens, output_tokens)

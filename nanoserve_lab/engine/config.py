@@ -13,8 +13,8 @@ class EngineConfig:
     trained for). The K/V pool has ``num_blocks`` blocks of ``block_size`` tokens, the sink included; None takes what
     all rows at full context need, or ``memory_fraction`` of the free memory where that is less. A step computes at
     most ``max_step_tokens`` tokens: one for each decoding row, and the rest of prompts, long ones in chunks. A sampled
-    token is read back ``readback_lag`` steps later. With ``optimize_cpu`` a model on the CPU runs on packed weights
-    (`model.packing`) and a fused read (`cache.fused`), which say the same but for low bits.
+    token is read back ``readback_lag`` steps later. With ``optimize_cpu`` a model on the CPU runs on kernels of
+    its own (`nanoserve_lab.kernels`), which say the same but for low bits.
 
     The days of the course, one by one: ``slot_table`` makes the read rectangle a window (off: gathered in every step);
     ``compile_decode`` compiles the decode forward; ``bucket_decode`` pads every step to a shape of a closed set whose

@@ -15,7 +15,7 @@ from nanoserve_lab.device import free_memory
 from nanoserve_lab.engine.config import EngineConfig
 from nanoserve_lab.engine.forward import DecodeForward
 from nanoserve_lab.inputs import DecodeInputs
-from nanoserve_lab.model.packing import can_pack, packed_model
+from nanoserve_lab.model.cpu import kernel_model, runs_on_kernels
 from nanoserve_lab.model.transformer import Transformer
 from nanoserve_lab.plan import Planner
 from nanoserve_lab.recorders import Recorder
@@ -24,7 +24,7 @@ from nanoserve_lab.slots import SlotTable
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine drives: the model (packed for the CPU, or as it was handed in), the K/V cache, the planner, the
+    """What an engine drives: the model (on the CPU's kernels, or as it was handed in), the K/V cache, the planner, the
     decode step with or without recordings, and the days' parts that are switched on."""
 
     model: Transformer
@@ -50,17 +50,19 @@ def build_parts(model: Transformer, config: EngineConfig, compiler: Compiler, re
     inputs = DecodeInputs(config.max_rows, device) if config.persist_inputs else None
     cache = PagedCache(pool, config.max_rows, max_context, table)
 
-    optimized = config.optimize_cpu and device.type == "cpu"
-    packed = packed_model(model) if optimized and can_pack(model) else model
-    # The compiler sees the plain operations, which it can join; packed weights would be opaque to it.
-    plain = DecodeForward(model, pool, False) if config.compile_decode else DecodeForward(packed, pool, optimized)
-    compiled = CompiledDecode(plain, compiler) if config.compile_decode else None
-    decode_graphs = CapturedDecode(compiled or plain)
+    kernels = config.optimize_cpu and runs_on_kernels(model)
+    prefilling = kernel_model(model) if kernels else model
+    # The compiler sees the plain operations, which it can join; the kernels would be opaque to it.
+    decoding = DecodeForward(model, pool, False) if config.compile_decode else DecodeForward(prefilling, pool, kernels)
+    compiled = CompiledDecode(decoding, compiler) if config.compile_decode else None
+    decode_graphs = CapturedDecode(compiled or decoding)
     if config.capture_decode and inputs is not None and table is not None and buckets is not None:
-        parts = StepParts(cache, inputs, table, buckets, plain.addresses(inputs, table), compiled)
+        parts = StepParts(cache, inputs, table, buckets, decoding.addresses(inputs, table), compiled)
         logits = torch.empty(config.max_rows, model.config.vocab_size, dtype=model.dtype, device=device)
-        decode_graphs = CapturedDecode(compiled or plain, recorder, parts, logits, plain.clear_sink, config.strict)
-    return EngineParts(packed, cache, Planner(cache, table, buckets, inputs), decode_graphs, table, buckets, inputs)
+        decode_graphs = CapturedDecode(
+            compiled or decoding, recorder, parts, logits, decoding.clear_sink, config.strict
+        )
+    return EngineParts(prefilling, cache, Planner(cache, table, buckets, inputs), decode_graphs, table, buckets, inputs)
 
 
 def _blocks_that_fit(model: Transformer, config: EngineConfig, max_context: int) -> int:

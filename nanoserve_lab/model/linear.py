@@ -1,4 +1,4 @@
-"""Matrix products, and the one seam behind which their weights are laid out for the machine."""
+"""Matrix products, and the seam behind which a machine has its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: ``product(x, add)`` ``[tokens, out]`` for ``x`` ``[tokens, in]`` and ``add`` ``[tokens, out]`` or None.
-Product = Callable[[Tensor, Tensor | None], Tensor]
+#: ``product(x, weight, bias, add)`` ``[tokens, out]``; the arguments are those of `Linear`.
+Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
@@ -17,17 +17,17 @@ class Linear(nn.Module):
 
     ``add`` ``[tokens, out]`` is the residual where the product ends a branch.
 
-    ``packed`` takes the product over where it is set; see `packing`.
+    ``kernel`` computes it where it is set; see `cpu`.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.packed: Product | None = None
+        self.kernel: Product | None = None
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x, add)
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, self.bias, add)
         out = F.linear(x, self.weight, self.bias)
         return out if add is None else add + out

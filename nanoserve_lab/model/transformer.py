@@ -28,18 +28,18 @@ LayerCaches = Sequence[tuple[Tensor, Tensor]]
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    ``packed`` takes it over where it is set; see `packing`.
+    ``kernel`` computes it where it is set; see `cpu`.
     """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self.packed: Callable[[Tensor], Tensor] | None = None
+        self.kernel: Callable[[Tensor, Tensor, float], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x)
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -65,6 +65,7 @@ class Attention(nn.Module):
         self.o = Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
+        self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
 
     def forward(
         self,
@@ -80,9 +81,9 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads : heads + kv_heads])
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         else:
-            q, k = rotate(qkv[:, : heads + kv_heads], cos, sin).split([heads, kv_heads], dim=1)
+            q, k = self.rotate(qkv[:, : heads + kv_heads], cos, sin).split([heads, kv_heads], dim=1)
         v = qkv[:, heads + kv_heads :]
         keys, values = cache
         keys.index_copy_(0, write_slots, k)
@@ -90,17 +91,23 @@ class Attention(nn.Module):
         return self.o(read(q, k, v, keys, values).reshape(-1, heads * self.head_dim), residual)
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` ``[tokens, size]`` of ``gate_up`` ``[tokens, 2 * size]`` (Shazeer 2020, arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202); gate and up come out of one product."""
+    """The gated unit of `swiglu` between two products; gate and up come out of one product."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.swiglu: Callable[[Tensor], Tensor] = swiglu
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, residual)
+        return self.down(self.swiglu(self.gate_up(x)), residual)
 
 
 class Layer(nn.Module):
@@ -133,7 +140,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tied_head: Product | None = None
+        self.head_kernel: Product | None = None
         self._build_rope()
 
     def _build_rope(self) -> None:
@@ -192,4 +199,6 @@ class Transformer(nn.Module):
     def _head(self, x: Tensor) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head(x)
-        return F.linear(x, self.embed.weight) if self.tied_head is None else self.tied_head(x, None)
+        if self.head_kernel is not None:
+            return self.head_kernel(x, self.embed.weight, None, None)
+        return F.linear(x, self.embed.weight)

@@ -42,6 +42,10 @@ def choose(
     ``outputs`` are the tensors of ``result`` with storages of their own. ``generator`` is the generator that the
     operation drew from, with its state before that; it is left in the state that it has now.
     """
+    prepare = getattr(operation, "prepare", None)
+    if prepare is not None:
+        # The operator says what it launches: a kernel, and parameters that hold addresses instead of tensors.
+        return lambda args, kwargs, outputs, live: (*prepare(*args, **kwargs), {})
     with torch._C.DisableTorchFunction(), torch.inference_mode():
         plain = _binding(operation, args, kwargs, result) or operation._op
         if not outputs:

@@ -28,9 +28,15 @@ SYNC_METHODS = frozenset(
 )  # fmt: skip
 
 _KINDS = {
-    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm", "mkldnn::_linear_pointwise"),
-    "attention": ("bmm", "_softmax", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    "norm": ("rms_norm", "native_layer_norm"),
+    "matmul": ("mm", "addmm", "mv", "addmv", "addbmm", "baddbmm", "nanoserve_lab::linear"),
+    "attention": (
+        "bmm",
+        "_softmax",
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "nanoserve_lab::paged_attention",
+    ),
+    "norm": ("rms_norm", "native_layer_norm", "nanoserve_lab::rms_norm"),
     "index": ("index", "index_select", "index_copy_", "index_put_", "gather", "scatter", "embedding"),
     "copy": ("clone", "copy_", "_to_copy", "cat", "stack", "roll"),
     "reduction": ("argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
@@ -130,6 +136,10 @@ def traffic(
     name, outs = short_name(operation), written_arguments(operation, args, kwargs, out_only=True)
     inputs = [t for t in tensors_of((args, kwargs)) if not _among(t, outs)]
     made = [*outs, *(t for t in outputs if not _among(t, [*inputs, *outs]))]
+    if name == "nanoserve_lab::paged_attention":
+        # Of the pool, at most the slots of the window.
+        q, keys, values, slots, lengths = args
+        return _bytes([q, slots, lengths]) + slots.numel() * _bytes([keys[0], values[0]]), _bytes(outs)
     if name in _PICKS:
         return _bytes(made) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(made)
     if name in _PLACES:

@@ -1,0 +1,98 @@
+"""What is computed token by token, each in one pass: RMS norm, the turn of a head by its position, the gated unit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numba import carray, njit
+from torch import Tensor
+
+from nanoserve_lab.kernels.jit import ELEMENTS, FAST, Launch, address, exponential, load, operator, pointer, store
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in ``x``'s shape; CPU tensors of one dtype of
+    `jit.ELEMENTS`. bfloat16 is computed in float32 and rounded once. PyTorch's own is made of ten operations here."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape)
+    _rms_norm(x, weight, eps, out=out)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` ``[tokens, heads, head_dim]`` turned by ``cos`` and ``sin`` ``[tokens, 1, head_dim]`` of
+    `model.rope.rope_tables`, as `model.rope.rotate` does it; the heads of a token lie side by side."""
+    out = x.new_empty(x.shape)
+    _rotate(x, cos, sin, out=out)
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up``, ``[tokens, size]``, of ``gate_up`` ``[tokens, 2 * size]``, the gate first."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _swiglu(gate_up, out=out)
+    return out
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps, *, Tensor(a!) out) -> ()")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> Launch:
+    size = weight.shape[0]
+    return _normalize, (address(out), address(x), address(weight), x.numel() // size, size, eps, *ELEMENTS[x.dtype])
+
+
+@operator("rotate(Tensor x, Tensor cos, Tensor sin, *, Tensor(a!) out) -> ()")
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Launch:
+    return _turn, (*map(address, (out, x, cos, sin)), *x.shape, x.stride(0), *ELEMENTS[x.dtype])
+
+
+@operator("swiglu(Tensor gate_up, *, Tensor(a!) out) -> ()")
+def _swiglu(gate_up: Tensor, *, out: Tensor) -> Launch:
+    return _gate, (address(out), address(gate_up), *out.shape, *ELEMENTS[out.dtype])
+
+
+@njit(fastmath=FAST, cache=True)
+def _normalize(out: int, x: int, weight: int, tokens: int, size: int, eps: float, like: Any, computed: Any) -> None:
+    results = carray(pointer(out), (tokens, size), like.dtype)
+    inputs = carray(pointer(x), (tokens, size), like.dtype)
+    weights = carray(pointer(weight), (size,), like.dtype)
+    for token in range(tokens):
+        square = computed.dtype.type(0)
+        for j in range(size):
+            square += load(inputs[token, j]) * load(inputs[token, j])
+        factor = computed.dtype.type(1 / math.sqrt(square / size + eps))
+        for j in range(size):
+            store(results, (token, j), load(inputs[token, j]) * factor * load(weights[j]))
+
+
+@njit(fastmath=FAST, cache=True)
+def _turn(
+    out: int, x: int, cos: int, sin: int, tokens: int, heads: int, head_dim: int, stride: int, like: Any, computed: Any
+) -> None:
+    results = carray(pointer(out), (tokens, heads, head_dim), like.dtype)
+    inputs = carray(pointer(x), (tokens * stride,), like.dtype)
+    cosines = carray(pointer(cos), (tokens, head_dim), like.dtype)
+    sines = carray(pointer(sin), (tokens, head_dim), like.dtype)
+    half = head_dim // 2
+    for token in range(tokens):
+        for head in range(heads):
+            at = token * stride + head * head_dim
+            for j in range(half):
+                a, b = load(inputs[at + j]), load(inputs[at + half + j])
+                store(results, (token, head, j), a * load(cosines[token, j]) + b * load(sines[token, j]))
+                i = half + j
+                store(results, (token, head, i), b * load(cosines[token, i]) + a * load(sines[token, i]))
+
+
+@njit(fastmath=FAST, error_model="numpy", cache=True)
+def _gate(out: int, gate_up: int, tokens: int, size: int, like: Any, computed: Any) -> None:
+    results = carray(pointer(out), (tokens, size), like.dtype)
+    both = carray(pointer(gate_up), (tokens, 2, size), like.dtype)
+    one = computed.dtype.type(1)
+    for token in range(tokens):
+        for j in range(size):
+            gate = load(both[token, 0, j])
+            # 1 / (1 + exp(-g)), by an exponential of what is not above 0.
+            small = exponential(-abs(gate))
+            share = (one if gate >= 0 else small) / (one + small)
+            store(results, (token, j), gate * share * load(both[token, 1, j]))
