@@ -68,6 +68,7 @@ def checks() -> list[Check]:
         ("CUDA runtime", lambda: check_cuda_runtime(torch)),
         ("NVIDIA kernel driver", check_kernel_driver),
         ("C++ compiler", check_compiler),
+        ("numba", lambda: check_package("numba", "warn", "fast decoding on a CPU: pip install numba")),
         ("jupyterlab", lambda: check_package("jupyterlab", "missing", REINSTALL)),
         ("ipywidgets", lambda: check_package("ipywidgets", "missing", REINSTALL)),
         ("transformers", lambda: check_package("transformers", "warn", "tests only: pip install -e '.[test]'")),

@@ -21,7 +21,7 @@ def test_bench_launch_counts_launches_and_derives_the_rest(tmp_path: Path) -> No
     frame = read_csv(path)
     assert frame.step.tolist() == ["3 additions", "20 additions", "tiny decode"]
     assert frame.launches.tolist()[:2] == [3, 20]
-    assert frame.launches.tolist()[2] > 50
+    assert frame.launches.tolist()[2] > 20
     for line in frame.itertuples():
         assert line.launch_us == pytest.approx(line.eager_ms * 1e3 / line.launches)
         assert line.saving_ms == pytest.approx(line.eager_ms - line.replay_ms)

@@ -19,11 +19,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "unsound": frozenset(),
     "device": frozenset(),
     "recorders": frozenset({"unsound"}),
-    "model": frozenset(GROUND),
+    "kernels": frozenset(),
+    "model": frozenset({*GROUND, "kernels"}),
     "cache": frozenset({*GROUND, "model"}),
     **{day: frozenset({"unsound", "recorders", *DAYS[:index]}) for index, day in enumerate(DAYS)},
 }
-_STEP = frozenset({*GROUND, "recorders", "cache", "model", *DAYS})
+_STEP = frozenset({*GROUND, "recorders", "kernels", "cache", "model", *DAYS})
 ALLOWED |= {
     "instruments": frozenset({*GROUND, "recorders"}),
     "lint": frozenset({*GROUND, "recorders", *DAYS}),
