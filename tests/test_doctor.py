@@ -50,7 +50,7 @@ def test_nothing_is_missing_where_the_tests_run(default_model_folder: Path) -> N
     command = [sys.executable, "-m", "nanoserve_lab", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert len(checks) == 16
+    assert len(checks) == 17
     assert "missing" not in status(checks).values()
     assert done.returncode == 0
     assert str(default_model_folder) in checks["default model"]["found"]
@@ -67,7 +67,7 @@ def test_without_triton(default_model_folder: Path) -> None:
 def test_without_anything(tmp_path: Path) -> None:
     packages = "torch,triton,jupyterlab,ipywidgets,transformers,huggingface_hub,matplotlib,psutil,platformdirs"
     checks = look(packages, PATH=str(tmp_path), CXX="", NANOSERVE_LAB_CACHE=str(tmp_path / "cache"))
-    assert len(checks) == 16
+    assert len(checks) == 17
     assert [name for name, found in status(checks).items() if found == "missing"] == [
         "torch",
         "jupyterlab",

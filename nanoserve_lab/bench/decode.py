@@ -1,4 +1,4 @@
-"""`bench decode`: a decode step of the engine beside `transformers`, and beside what the memory's speed allows."""
+"""`bench decode`: a decode step of the engine beside its peers, and beside what the memory's speed allows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from nanoserve_lab.bench.llamacpp import LlamaCpp
 from nanoserve_lab.bench.peers import ATTENTIONS, CACHES, Peer
 from nanoserve_lab.bench.provenance import write_csv
 from nanoserve_lab.bench.step import engine_with_room, kv_bytes, weight_bytes
@@ -33,6 +34,7 @@ from nanoserve_lab.model import Transformer, load_model, resolve_source
 from nanoserve_lab.model.transformer import LayerCaches, Read
 
 OWN = "nanoserve-lab"
+TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
 #: The engine's own arms: the switches of each. A recorded step is padded to the width that the run ends at.
 MODES: dict[str, dict[str, bool]] = {
     "eager": {},
@@ -108,7 +110,14 @@ def own_seconds_per_step(engine: Engine, steps: int, dropped: int = DROPPED) -> 
 
 
 def measure_cell(
-    model: Transformer, peer: Peer, rows: int, context: int, steps: int, repeats: int, modes: Sequence[str] = ("eager",)
+    model: Transformer,
+    peer: Peer,
+    rows: int,
+    context: int,
+    steps: int,
+    repeats: int,
+    modes: Sequence[str] = ("eager",),
+    llama_cpp: LlamaCpp | None = None,
 ) -> pd.DataFrame:
     """One row an engine: ``rows`` sequences that decode from ``context`` tokens on.
 
@@ -117,7 +126,7 @@ def measure_cell(
     contexts. Columns ``engine``, ``rows``, ``context``, ``steps``, ``repeats``, ``ms_per_step`` (median of the
     repetitions' means), ``ms_min``, ``ms_max``, ``tokens_per_s``, ``floor_ms`` (weights and live K/V over the
     bandwidth), ``bandwidth_gb_s`` (median; measured once a repetition), ``floor_fraction`` (``floor_ms`` over
-    ``ms_per_step``) and ``ratio`` (the best peer's median over this one's).
+    ``ms_per_step``) and ``ratio`` (the median of `transformers` at best over this one's).
     """
     total = (repeats + 1) * (DROPPED + steps)
     prompt = made_up_prompt(model.config.vocab_size, context)
@@ -129,14 +138,18 @@ def measure_cell(
     for attention in ATTENTIONS:
         for cache in CACHES:
             decoder = peer.decoder(prompt, rows, attention, cache, total)
-            arms[f"transformers {attention} {cache}"] = lambda d=decoder: d.seconds_per_step(steps, DROPPED)  # type: ignore[misc]
+            arms[f"{TRANSFORMERS} {attention} {cache}"] = lambda d=decoder: d.seconds_per_step(steps, DROPPED)  # type: ignore[misc]
+    if llama_cpp is not None:
+        batch = llama_cpp.decoder(prompt, rows, total)
+        arms[LLAMA_CPP] = lambda: batch.seconds_per_step(steps, DROPPED)
     engines = list(arms)
     arms["bandwidth"] = lambda: read_bandwidth(model.device, repeats=3)
     values = alternate(arms, repeats)
     bandwidth = spread(values["bandwidth"]).median
     live = rows * mean_context(context, steps, repeats)
     floor_s = (weight_bytes(model) + kv_bytes(model, 1) * live) / bandwidth
-    ratios = peer_ratios({name: spread(values[name]).median for name in engines}, engines[len(modes) :])
+    peers = [name for name in engines if name.startswith(TRANSFORMERS)]
+    ratios = peer_ratios({name: spread(values[name]).median for name in engines}, peers)
     table = []
     for name in engines:
         seconds = spread(values[name])
@@ -168,6 +181,7 @@ def measure(
     steps: int,
     repeats: int,
     modes: Sequence[str] = ("eager",),
+    peers: Sequence[str] = (TRANSFORMERS,),
 ) -> pd.DataFrame:
     """`measure_cell` for every dtype, context and number of rows; adds ``model``, ``dtype`` and ``threads``."""
     device = default_device()
@@ -176,9 +190,10 @@ def measure(
     for dtype in dtypes:
         model, _ = load_model(folder, device, DTYPES[dtype])
         peer = Peer(folder, DTYPES[dtype], device)
+        other = LlamaCpp(folder, DTYPES[dtype]) if LLAMA_CPP in peers else None
         for context in contexts:
             for batch in rows:
-                frame = measure_cell(model, peer, batch, context, steps_for(steps, batch), repeats, modes)
+                frame = measure_cell(model, peer, batch, context, steps_for(steps, batch), repeats, modes, other)
                 frame.insert(1, "model", model_name(source))
                 frame.insert(2, "dtype", dtype)
                 show(frame)
@@ -194,11 +209,13 @@ def run(
     steps: int = 16,
     repeats: int = 5,
     modes: str = "eager,recorded",
+    peers: str = TRANSFORMERS,
     model: str | None = None,
 ) -> list[Path]:
-    """Milliseconds a decode step beside transformers, for every cell of ROWS, CONTEXTS and DTYPES, to OUT/decode.csv.
+    """Milliseconds a decode step beside its peers, for every cell of ROWS, CONTEXTS and DTYPES, to OUT/decode.csv.
 
     STEPS are the timed steps of one repetition of one row; more rows take fewer. MODES are eager, recorded, compiled.
+    PEERS are transformers, always measured, and llama.cpp, where llama-cpp-python is installed.
     """
     command = command_line("decode", run, locals())
     batches, lengths, names = (
@@ -207,24 +224,27 @@ def run(
         parse_dtypes("dtypes", dtypes),
     )
     own = parse_words("modes", modes, MODES)
+    others = parse_words("peers", peers, (TRANSFORMERS, LLAMA_CPP))
     require("steps", steps, 1)
     require("repeats", repeats, 1)
-    frame = measure(model, batches, lengths, names, steps, repeats, own)
+    frame = measure(model, batches, lengths, names, steps, repeats, own, others)
     return [write_csv(frame, out / "decode.csv", default_device(), command)]
 
 
 def readme_table(frame: pd.DataFrame) -> str:
-    """The cells of a recorded `decode.csv` as a Markdown table: the engine, eager and recorded, beside the peer's best
-    setting."""
+    """The cells of a recorded `decode.csv` as a Markdown table: the engine, eager and recorded, beside its peers,
+    `transformers` in its best setting."""
     lines = [
-        "| dtype | rows | context | eager, ms | recorded, ms | transformers at best, ms | ratio | of the floor |",
-        "|---|---|---|---|---|---|---|---|",
+        "| dtype | rows | context | eager, ms | recorded, ms | transformers | llama.cpp | ratios | of the floor |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (dtype, context, rows), cell in frame.groupby(["dtype", "context", "rows"], sort=False):
-        own = cell[cell.engine.str.startswith(OWN)].set_index("engine")
-        peer = cell[~cell.engine.str.startswith(OWN)].ms_per_step.min()
-        eager, recorded = own.loc[OWN], own.loc[own_name("recorded")]
+        arms = cell.set_index("engine")
+        peers = [cell[cell.engine.str.startswith(name)].ms_per_step.min() for name in (TRANSFORMERS, LLAMA_CPP)]
+        eager, recorded = arms.loc[OWN], arms.loc[own_name("recorded")]
         best = max(eager, recorded, key=lambda arm: arm.ratio)
-        cells = (dtype, rows, context, *(f"{ms:.0f}" for ms in (eager.ms_per_step, recorded.ms_per_step, peer)))
-        lines.append(f"| {' | '.join(map(str, cells))} | {best.ratio:.2f} | {best.floor_fraction:.0%} |")
+        times = [f"{ms:.0f}" if ms == ms else "–" for ms in (eager.ms_per_step, recorded.ms_per_step, *peers)]
+        ratios = " / ".join(f"{ms / best.ms_per_step:.2f}" for ms in peers if ms == ms)
+        cells = (dtype, rows, context, *times, ratios, f"{best.floor_fraction:.0%}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

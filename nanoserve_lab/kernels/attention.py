@@ -26,7 +26,7 @@ from nanoserve_lab.kernels.jit import (
 )
 
 #: Tokens of a row that one task reads; their scores stay in the processor's first cache.
-PART = 256
+PART = 64
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor, context_lens: Tensor) -> Tensor:

@@ -116,12 +116,9 @@ def _store(array: Any, index: Any, number: Any) -> Any:
 
         def rounded(array: Any, index: Any, number: Any) -> None:
             bits = np.float32(number).view(np.uint32)
-            if number != number:  # rounding could carry a NaN's bits over into infinity's
-                array[index] = np.uint16(0x7FC0)
-            else:
-                array[index] = np.uint16(
-                    (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-                )
+            bits = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+            # Rounding could carry a NaN's bits over into infinity's. Chosen, not branched to: loops stay loops.
+            array[index] = np.uint16(bits >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
 
         return rounded
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, prange
+from numba import carray, njit, prange, types
+from numba.extending import overload
 from torch import Tensor
 from torch.nn import functional as F
 
 from nanoserve_lab.kernels.jit import (
+    ELEMENTS,
     FAST,
     Launch,
     address,
@@ -25,6 +27,8 @@ from nanoserve_lab.kernels.jit import (
 
 #: Above this many tokens a product is bound by arithmetic, and torch's libraries are ahead.
 MAX_TOKENS = 64
+#: A row of a bfloat16 weight is read as words of two elements, which cost one shift and one mask to widen.
+PAIRS = np.empty(0, np.uint32)
 #: Rows of a weight that stay in the processor's first cache while all tokens are multiplied with them.
 BLOCK = 16
 
@@ -33,10 +37,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | 
     """``x @ weight.T + bias + add``, ``[tokens, out]``, for CPU tensors ``x`` ``[tokens, in]``, ``weight`` ``[out,
     in]``, ``bias`` ``[out]`` and ``add`` ``[tokens, out]``, all of one dtype of `jit.ELEMENTS`.
 
-    bfloat16 is computed in float32 and rounded once. More than `MAX_TOKENS` tokens are left to torch; in float32 where
-    the processor has no bfloat16 products of its own, because those that torch has are many times slower.
+    bfloat16 is computed in float32 and rounded once. More than `MAX_TOKENS` tokens, and bfloat16 rows of odd length,
+    are left to torch; in float32 where the processor has no bfloat16 products of its own, because those that torch has
+    are many times slower.
     """
-    if x.shape[0] > MAX_TOKENS:
+    if x.shape[0] > MAX_TOKENS or (x.dtype == torch.bfloat16 and x.shape[1] % 2):
         return _of_many(x, weight, bias, add)
     out = x.new_empty(x.shape[0], weight.shape[0])
     _linear(x.contiguous(), weight, bias, None if add is None else add.contiguous(), out=out)
@@ -55,7 +60,8 @@ def _of_many(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None)
 @operator("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? add, *, Tensor(a!) out) -> ()")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, *, out: Tensor) -> Launch:
     share_threads()
-    return _products, (*map(address, (out, x, weight, bias, add)), *x.shape, weight.shape[0], *layout(x))
+    words = PAIRS if weight.dtype == torch.bfloat16 else ELEMENTS[weight.dtype][0]
+    return _products, (*map(address, (out, x, weight, bias, add)), *x.shape, weight.shape[0], words, *layout(x))
 
 
 @njit(parallel=True, fastmath=FAST, cache=True)
@@ -68,12 +74,16 @@ def _products(
     tokens: int,
     inner: int,
     outer: int,
+    words: Any,
     like: Any,
     computed: Any,
 ) -> None:
     results = carray(pointer(out), (tokens, outer), like.dtype)
-    inputs = as_numbers(x, like, computed, tokens, inner)
-    rows = carray(pointer(weight), (outer, inner), like.dtype)
+    together = words.itemsize // like.itemsize
+    inputs = as_numbers(x, like, computed, tokens, inner).reshape(tokens, together, inner // together)
+    if together == 2:
+        _deal(inputs)
+    rows = carray(pointer(weight), (outer, inner // together), words.dtype)
     biases = carray(pointer(bias), (outer if bias else 0,), like.dtype)
     added = carray(pointer(add), (tokens if add else 0, outer), like.dtype)
     for block in prange((outer + BLOCK - 1) // BLOCK):
@@ -102,6 +112,36 @@ def _products(
                 store(results, (token, i), s)
 
 
+@njit
+def _deal(x: Any) -> None:
+    """Put the elements at even places of each token, ``x[token]`` ``[2, inner / 2]``, before those at odd places."""
+    dealt = np.empty(x.shape[1:], x.dtype)
+    for t in range(x.shape[0]):
+        token = x[t].reshape(-1)
+        for j in range(x.shape[2]):
+            dealt[0, j], dealt[1, j] = token[2 * j], token[2 * j + 1]
+        for half in range(2):
+            for j in range(x.shape[2]):
+                x[t, half, j] = dealt[half, j]
+
+
+def plus(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
+    """The sum ``s`` of token ``t`` and what one word of a weight's row adds to it."""
+
+
+@overload(plus, inline="always", strict=False)
+def _plus(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
+    if word == types.uint32:
+
+        def pair(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
+            low = np.uint32(word << np.uint32(16)).view(np.float32)
+            high = np.uint32(word & np.uint32(0xFFFF0000)).view(np.float32)
+            return s + low * x[t, 0, j] + high * x[t, 1, j]
+
+        return pair
+    return lambda s, word, x, t, j: s + word * x[t, 0, j]
+
+
 # The sums of row i of the weight with the tokens t, t + 1, ... They are written out, so that each is a register, and
 # index whole arrays: to hand on a part of one would count its references, in all threads.
 
@@ -110,7 +150,7 @@ def _products(
 def _one(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s = x.dtype.type(0)
     for j in range(w.shape[1]):
-        s += load(w[i, j]) * x[t, j]
+        s = plus(s, w[i, j], x, t, j)
     sums[t, i % BLOCK] = s
 
 
@@ -118,11 +158,11 @@ def _one(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
 def _four(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s0 = s1 = s2 = s3 = x.dtype.type(0)
     for j in range(w.shape[1]):
-        e = load(w[i, j])
-        s0 += e * x[t, j]
-        s1 += e * x[t + 1, j]
-        s2 += e * x[t + 2, j]
-        s3 += e * x[t + 3, j]
+        e = w[i, j]
+        s0 = plus(s0, e, x, t, j)
+        s1 = plus(s1, e, x, t + 1, j)
+        s2 = plus(s2, e, x, t + 2, j)
+        s3 = plus(s3, e, x, t + 3, j)
     for n, s in enumerate((s0, s1, s2, s3)):
         sums[t + n, i % BLOCK] = s
 
@@ -131,14 +171,14 @@ def _four(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
 def _eight(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = x.dtype.type(0)
     for j in range(w.shape[1]):
-        e = load(w[i, j])
-        s0 += e * x[t, j]
-        s1 += e * x[t + 1, j]
-        s2 += e * x[t + 2, j]
-        s3 += e * x[t + 3, j]
-        s4 += e * x[t + 4, j]
-        s5 += e * x[t + 5, j]
-        s6 += e * x[t + 6, j]
-        s7 += e * x[t + 7, j]
+        e = w[i, j]
+        s0 = plus(s0, e, x, t, j)
+        s1 = plus(s1, e, x, t + 1, j)
+        s2 = plus(s2, e, x, t + 2, j)
+        s3 = plus(s3, e, x, t + 3, j)
+        s4 = plus(s4, e, x, t + 4, j)
+        s5 = plus(s5, e, x, t + 5, j)
+        s6 = plus(s6, e, x, t + 6, j)
+        s7 = plus(s7, e, x, t + 7, j)
     for n, s in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
         sums[t + n, i % BLOCK] = s

@@ -184,6 +184,12 @@ def unpermute(weight: Array, heads: int) -> Array:
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
+def permute(weight: Array, heads: int) -> Array:
+    """The opposite of `unpermute`."""
+    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
 def _build_tokenizer(fields: _Fields) -> FastTokenizer:
     fields.check("tokenizer.ggml.model", "gpt2")
     fields.check("tokenizer.ggml.pre", "smollm")
