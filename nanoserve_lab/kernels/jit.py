@@ -99,7 +99,7 @@ def load(element: Any) -> Any:
     """An element as a number; 16 bits are a bfloat16, widened to float32."""
 
 
-@overload(load, inline="always", strict=False)
+@overload(load, jit_options={"fastmath": FAST}, strict=False)
 def _load(element: Any) -> Any:
     if element == types.uint16:
         return lambda element: np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
@@ -110,15 +110,15 @@ def store(array: Any, index: Any, number: Any) -> None:
     """Write a number as an element of the array; to 16 bits it is rounded to the nearest, ties to even."""
 
 
-@overload(store, inline="always", strict=False)
+@overload(store, jit_options={"fastmath": FAST}, strict=False)
 def _store(array: Any, index: Any, number: Any) -> Any:
     if array.dtype == types.uint16:
 
         def rounded(array: Any, index: Any, number: Any) -> None:
             bits = np.float32(number).view(np.uint32)
-            bits = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+            near = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
             # Rounding could carry a NaN's bits over into infinity's. Chosen, not branched to: loops stay loops.
-            array[index] = np.uint16(bits >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
+            array[index] = np.uint16(near >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
 
         return rounded
 

@@ -125,21 +125,18 @@ def _deal(x: Any) -> None:
                 x[t, half, j] = dealt[half, j]
 
 
-def plus(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
-    """The sum ``s`` of token ``t`` and what one word of a weight's row adds to it."""
+def part(word: Any, half: int) -> Any:
+    """The number in the low (0) or high (1) half of a word; a word of one number is that number."""
 
 
-@overload(plus, inline="always", strict=False)
-def _plus(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
+@overload(part, jit_options={"fastmath": FAST}, strict=False)
+def _part(word: Any, half: int) -> Any:
     if word == types.uint32:
-
-        def pair(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
-            low = np.uint32(word << np.uint32(16)).view(np.float32)
-            high = np.uint32(word & np.uint32(0xFFFF0000)).view(np.float32)
-            return s + low * x[t, 0, j] + high * x[t, 1, j]
-
-        return pair
-    return lambda s, word, x, t, j: s + word * x[t, 0, j]
+        # A bfloat16 is the upper half of the float32 of the same value.
+        return lambda word, half: np.uint32(word & np.uint32(0xFFFF0000) if half else word << np.uint32(16)).view(
+            np.float32
+        )
+    return lambda word, half: word
 
 
 # The sums of row i of the weight with the tokens t, t + 1, ... They are written out, so that each is a register, and
@@ -149,20 +146,23 @@ def _plus(s: Any, word: Any, x: Any, t: int, j: int) -> Any:
 @njit(fastmath=FAST)
 def _one(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s = x.dtype.type(0)
-    for j in range(w.shape[1]):
-        s = plus(s, w[i, j], x, t, j)
+    for half in range(x.shape[1]):
+        for j in range(w.shape[1]):
+            e = part(w[i, j], half)
+            s += e * x[t, half, j]
     sums[t, i % BLOCK] = s
 
 
 @njit(fastmath=FAST)
 def _four(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s0 = s1 = s2 = s3 = x.dtype.type(0)
-    for j in range(w.shape[1]):
-        e = w[i, j]
-        s0 = plus(s0, e, x, t, j)
-        s1 = plus(s1, e, x, t + 1, j)
-        s2 = plus(s2, e, x, t + 2, j)
-        s3 = plus(s3, e, x, t + 3, j)
+    for half in range(x.shape[1]):
+        for j in range(w.shape[1]):
+            e = part(w[i, j], half)
+            s0 += e * x[t, half, j]
+            s1 += e * x[t + 1, half, j]
+            s2 += e * x[t + 2, half, j]
+            s3 += e * x[t + 3, half, j]
     for n, s in enumerate((s0, s1, s2, s3)):
         sums[t + n, i % BLOCK] = s
 
@@ -170,15 +170,16 @@ def _four(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
 @njit(fastmath=FAST)
 def _eight(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = x.dtype.type(0)
-    for j in range(w.shape[1]):
-        e = w[i, j]
-        s0 = plus(s0, e, x, t, j)
-        s1 = plus(s1, e, x, t + 1, j)
-        s2 = plus(s2, e, x, t + 2, j)
-        s3 = plus(s3, e, x, t + 3, j)
-        s4 = plus(s4, e, x, t + 4, j)
-        s5 = plus(s5, e, x, t + 5, j)
-        s6 = plus(s6, e, x, t + 6, j)
-        s7 = plus(s7, e, x, t + 7, j)
+    for half in range(x.shape[1]):
+        for j in range(w.shape[1]):
+            e = part(w[i, j], half)
+            s0 += e * x[t, half, j]
+            s1 += e * x[t + 1, half, j]
+            s2 += e * x[t + 2, half, j]
+            s3 += e * x[t + 3, half, j]
+            s4 += e * x[t + 4, half, j]
+            s5 += e * x[t + 5, half, j]
+            s6 += e * x[t + 6, half, j]
+            s7 += e * x[t + 7, half, j]
     for n, s in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
         sums[t + n, i % BLOCK] = s
