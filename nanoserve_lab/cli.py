@@ -226,7 +226,8 @@ def model_fetch(
 @model_app.command("path")
 def model_path() -> None:
     """Print the folder of the default model."""
-    from nanoserve_lab.model.fetch import cache_dir, default_model_folder
+    from nanoserve_lab.folders import cache_dir
+    from nanoserve_lab.model.fetch import default_model_folder
 
     folder = default_model_folder()
     if folder is None:

@@ -194,7 +194,8 @@ def check_fonts() -> Check:
 
 def check_model() -> Check:
     """The default model in the cache folder, and its size on disk."""
-    from nanoserve_lab.model.fetch import cache_dir, default_model_folder
+    from nanoserve_lab.folders import cache_dir
+    from nanoserve_lab.model.fetch import default_model_folder
 
     folder = default_model_folder()
     if folder is None:
@@ -222,7 +223,7 @@ def check_cpu() -> Check:
 
 def check_disk() -> Check:
     """Free space on the disk of the cache folder."""
-    from nanoserve_lab.model.fetch import cache_dir
+    from nanoserve_lab.folders import cache_dir
 
     folder = cache_dir()
     while not folder.exists():

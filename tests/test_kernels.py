@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -282,3 +284,39 @@ def test_kernels_run_on_torchs_number_of_threads() -> None:
             assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
     finally:
         torch.set_num_threads(before)
+
+
+def test_compiled_kernels_are_kept_under_a_name_of_all_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOSERVE_LAB_CACHE", str(tmp_path))
+
+    @jit.kernel()
+    def double(x: Any) -> None:
+        x[0] *= 2
+
+    numbers = np.ones(1)
+    double(numbers)
+    assert numbers[0] == 2
+    kept = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.nbi")}
+    assert kept == {("kernels", jit._sources())}
+    other = tmp_path / "jit.py"
+    other.write_bytes(Path(jit.__file__).read_bytes() + b"# changed")
+    before = jit._sources()
+    monkeypatch.setattr(jit, "__file__", str(other))
+    assert jit._sources() != before
+
+
+def test_where_nothing_can_be_kept_the_kernels_run_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NANOSERVE_LAB_CACHE", str(tmp_path / "file"))
+
+    @jit.kernel()
+    def double(x: Any) -> None:
+        x[0] *= 2
+
+    numbers = np.ones(1)
+    double(numbers)
+    assert numbers[0] == 2

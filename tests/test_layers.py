@@ -12,14 +12,15 @@ PACKAGE = ROOT / "nanoserve_lab"
 MODULE_LINES, TEST_LINES = 400, 450
 
 DAYS = ("compiled", "plan", "slots", "buckets", "inputs", "captured", "warmup")
-GROUND = ("unsound", "device")
+GROUND = ("unsound", "device", "folders")
 
 #: Room -> the rooms it may import, itself aside. A day sees earlier days only; the engine sees all of them.
 ALLOWED: dict[str, frozenset[str]] = {
     "unsound": frozenset(),
     "device": frozenset(),
+    "folders": frozenset(),
     "recorders": frozenset({"unsound"}),
-    "kernels": frozenset(),
+    "kernels": frozenset({"folders"}),
     "model": frozenset({*GROUND, "kernels"}),
     "cache": frozenset({*GROUND, "model"}),
     **{day: frozenset({"unsound", "recorders", *DAYS[:index]}) for index, day in enumerate(DAYS)},

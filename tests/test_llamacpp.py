@@ -58,6 +58,7 @@ def test_where_it_is_missing_the_message_says_how_to_install_it(folder: Path, mo
     def missing(name: str) -> None:
         raise ImportError(name)
 
+    llamacpp._library.cache_clear()
     monkeypatch.setattr(llamacpp, "import_module", missing)
     with pytest.raises(PeerMissing, match="pip install llama-cpp-python"):
         llamacpp.LlamaCpp(folder, torch.float32)

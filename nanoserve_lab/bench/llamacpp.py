@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -69,6 +70,18 @@ def _write_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
+@functools.cache
+def _library() -> Any:
+    try:
+        api: Any = import_module("llama_cpp.llama_cpp")
+    except ImportError:
+        raise PeerMissing("llama.cpp is not installed: pip install llama-cpp-python (it compiles)") from None
+    # The library calls it until the process ends, so nothing may free it.
+    api.silence = api.llama_log_callback(lambda level, text, data: None)
+    api.llama_log_set(api.silence, None)
+    return api
+
+
 class LlamaCpp:
     """llama.cpp with the weights of ``folder`` in ``dtype``; greedy, and it never stops early.
 
@@ -76,12 +89,7 @@ class LlamaCpp:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        try:
-            self.api: Any = import_module("llama_cpp.llama_cpp")
-        except ImportError:
-            raise PeerMissing("llama.cpp is not installed: pip install llama-cpp-python (it compiles)") from None
-        self._quiet = self.api.llama_log_callback(lambda level, text, data: None)
-        self.api.llama_log_set(self._quiet, None)
+        self.api = _library()
         self.dtype = dtype
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "model.gguf"

@@ -16,6 +16,7 @@ from nanoserve_lab.kernels.jit import (
     address,
     as_numbers,
     exponential,
+    kernel,
     largest,
     layout,
     load,
@@ -64,7 +65,7 @@ def _paged_attention(
 def _for_head_dim(head_dim: int) -> Any:
     """The kernel for heads of one length: loops whose length the compiler knows become registers."""
 
-    @njit(parallel=True, fastmath=FAST, error_model="numpy", cache=True)
+    @kernel(parallel=True)
     def attend(
         out: int,
         q: int,

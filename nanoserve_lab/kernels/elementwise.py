@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
-from nanoserve_lab.kernels.jit import ELEMENTS, FAST, Launch, address, exponential, load, operator, pointer, store
+from nanoserve_lab.kernels.jit import (
+    ELEMENTS,
+    Launch,
+    address,
+    exponential,
+    kernel,
+    load,
+    operator,
+    pointer,
+    store,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +61,7 @@ def _swiglu(gate_up: Tensor, *, out: Tensor) -> Launch:
     return _gate, (address(out), address(gate_up), *out.shape, *ELEMENTS[out.dtype])
 
 
-@njit(fastmath=FAST, cache=True)
+@kernel()
 def _normalize(out: int, x: int, weight: int, tokens: int, size: int, eps: float, like: Any, computed: Any) -> None:
     results = carray(pointer(out), (tokens, size), like.dtype)
     inputs = carray(pointer(x), (tokens, size), like.dtype)
@@ -65,7 +75,7 @@ def _normalize(out: int, x: int, weight: int, tokens: int, size: int, eps: float
             store(results, (token, j), load(inputs[token, j]) * factor * load(weights[j]))
 
 
-@njit(fastmath=FAST, cache=True)
+@kernel()
 def _turn(
     out: int, x: int, cos: int, sin: int, tokens: int, heads: int, head_dim: int, stride: int, like: Any, computed: Any
 ) -> None:
@@ -84,7 +94,7 @@ def _turn(
                 store(results, (token, head, i), b * load(cosines[token, i]) + a * load(sines[token, i]))
 
 
-@njit(fastmath=FAST, error_model="numpy", cache=True)
+@kernel()
 def _gate(out: int, gate_up: int, tokens: int, size: int, like: Any, computed: Any) -> None:
     results = carray(pointer(out), (tokens, size), like.dtype)
     both = carray(pointer(gate_up), (tokens, 2, size), like.dtype)

@@ -6,9 +6,11 @@ float32 and float64 are computed in their own precision.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -18,6 +20,8 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
+
+from nanoserve_lab.folders import cache_dir
 
 #: Sums may be reordered and products fused, so that loops run on whole registers. NaN and infinity keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -60,6 +64,28 @@ def operator(schema: str) -> Callable[[Callable[..., Launch]], Any]:
         return overload
 
     return define
+
+
+def _sources() -> str:
+    """A name for the kernels as they are written now."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Compile a function whose machine code is kept for the next process, in a folder named after the sources of all
+    kernels: Numba itself would not see that a helper in another file has changed."""
+
+    def compiled(function: Callable[..., None]) -> Any:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_dir() / "kernels" / _sources())
+        try:
+            return njit(fastmath=FAST, error_model="numpy", cache=True, **options)(function)
+        except RuntimeError:  # the folder cannot be written
+            return njit(fastmath=FAST, error_model="numpy", **options)(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return compiled
 
 
 def share_threads() -> None:

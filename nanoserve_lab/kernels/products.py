@@ -17,6 +17,7 @@ from nanoserve_lab.kernels.jit import (
     Launch,
     address,
     as_numbers,
+    kernel,
     layout,
     load,
     operator,
@@ -64,7 +65,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, 
     return _products, (*map(address, (out, x, weight, bias, add)), *x.shape, weight.shape[0], words, *layout(x))
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@kernel(parallel=True)
 def _products(
     out: int,
     x: int,

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
-
+from nanoserve_lab.folders import cache_dir
 from nanoserve_lab.model.checkpoint import read_checkpoint
 from nanoserve_lab.model.config import CheckpointError
 from nanoserve_lab.model.tokenizer import Tokenizer
@@ -45,12 +44,6 @@ Progress = Callable[[str, float], None]
 
 class ModelMissing(CheckpointError):
     """A model that is neither here nor can be fetched. The message says which command to run, and where."""
-
-
-def cache_dir() -> Path:
-    """The folder for models: the environment variable ``NANOSERVE_LAB_CACHE``, else the user's cache folder."""
-    chosen = os.environ.get("NANOSERVE_LAB_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("nanoserve_lab")
 
 
 def default_model_folder() -> Path | None:
