@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -320,3 +321,21 @@ def test_where_nothing_can_be_kept_the_kernels_run_all_the_same(
     numbers = np.ones(1)
     double(numbers)
     assert numbers[0] == 2
+
+
+def test_a_replay_alone_keeps_what_its_kernels_read() -> None:
+    def step(x: Tensor) -> Tensor:
+        return kernels.swiglu(kernels.linear(x + 1, torch.full_like(x, 2.0).repeat(8, 1)))
+
+    x = torch.ones(4, 64)
+    recording = tape_recorder(step, (x,))
+    replay, output = recording.replay, recording.output
+    wanted = output.clone()
+    x.fill_(5.0)
+    del recording, x
+    gc.collect()
+    garbage = [torch.full((4, 64), float("nan")) for _ in range(50)]
+    replay()
+    assert not output.isnan().any()
+    assert not torch.equal(output, wanted)
+    del garbage

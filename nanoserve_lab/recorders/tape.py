@@ -93,6 +93,7 @@ def tape_recorder(
 
 
 def _replayer(nodes: tuple[Node, ...]) -> Callable[[], None]:
+    # The replay holds the nodes, and they the tensors: a prepared launch knows those by their addresses alone.
     calls = [node.call for node in nodes]
     devices = {tensor.device.type for node in nodes for tensor in (*node.inputs, *node.outputs)}
 
