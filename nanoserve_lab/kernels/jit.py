@@ -19,7 +19,7 @@ import torch
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
-from torch import Tensor
+from torch import Tensor, library
 
 from nanoserve_lab.folders import cache_dir
 
@@ -35,7 +35,7 @@ ELEMENTS: dict[torch.dtype, tuple[Any, Any]] = {
 }
 
 #: Operators of the kernels, in torch's dispatcher: a recording sees each of them as one operation.
-LIBRARY = torch.library.Library("nanoserve_lab", "DEF")
+LIBRARY = library.Library("nanoserve_lab", "DEF")
 
 #: A compiled kernel and its arguments: addresses, sizes and what they need to stay alive, no tensors.
 Launch = tuple[Callable[..., None], tuple[Any, ...]]
