@@ -76,10 +76,11 @@ class PlannedCache(Protocol):
     """What a planner asks of a K/V cache whose rows ``0 .. rows - 1`` have just grown by one token.
 
     ``lengths`` ``[max_rows]`` are the rows' tokens and ``newest_slots`` ``[max_rows]`` the slots of the newest; both
-    are 0 past the rows that run.
+    are 0 past the rows that run. ``longest`` is the largest of ``lengths``.
     """
 
     rows: int
+    longest: int
     lengths: IntArray
     newest_slots: IntArray
 
@@ -146,7 +147,7 @@ class Planner:
         """The plan of one decode step over the rows that run, after they have grown; at least one must run."""
         cache, inputs = self._cache, self._inputs
         live = cache.rows
-        shape = live, max(cache.lengths[:live].tolist())
+        shape = live, cache.longest
         rows, width = shape if self._buckets is None else self._buckets.fit(*shape)
         prefix = self._prefix(rows)
         # A padded row is one token long, at position 0, and its slot is the sink.

@@ -49,6 +49,8 @@ class SlotTable:
         self.mirror: IntArray = self._cells.reshape(max_rows, pitch)[:, :max_context]
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
         self._row_starts = np.arange(max_rows) * pitch
+        # The rows that were read last, a tuple: the same one need not be looked through again.
+        self._prefix: tuple[int, ...] = ()
         self._device_cells = cells
 
     def fill(self, row: int, slots: IntArray) -> None:
@@ -110,8 +112,10 @@ class SlotTable:
         window, only a gather) or the window is larger than the table.
         """
         count = len(rows)
-        if tuple(rows) != tuple(range(count)):
-            raise SlotsUnsound(f"rows: a window covers the first rows of the table in order, got {list(rows)}")
+        if rows is not self._prefix:
+            if tuple(rows) != tuple(range(count)):
+                raise SlotsUnsound(f"rows: a window covers the first rows of the table in order, got {list(rows)}")
+            self._prefix = tuple(rows)
         if not (1 <= count <= self.max_rows and 1 <= width <= self.max_context):
             raise SlotsUnsound(
                 f"window: {count} rows x {width} columns of a table of {self.max_rows} x {self.max_context}"

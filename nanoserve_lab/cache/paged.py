@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -51,19 +52,21 @@ class PagedCache:
 
     A row that leaves is filled from the end. ``lengths[row]`` counts the tokens whose K and V are written, or will be
     by the step whose addresses were handed out last, and ``newest_slots[row]`` is the slot of the last of them; both
-    are 0 past the rows in use. A ``table`` is told of every change.
+    are 0 past the rows in use. ``longest`` is the largest length. A ``table`` is told of every change.
     """
 
     def __init__(self, pool: KVPool, max_rows: int, max_context: int, table: RowTable | None = None) -> None:
         self.pool, self.max_rows, self.max_context = pool, max_rows, max_context
         self._row_table, self._device = table, pool.data.device
-        self.rows = 0
+        self.rows, self.longest = 0, 0
         self.lengths: IntArray = np.zeros(max_rows, dtype=np.int64)
         self.table: IntArray = np.zeros((max_rows, pool.blocks_for(max_context)), dtype=np.int64)
         self.newest_slots: IntArray = np.zeros(max_rows, dtype=np.int64)
         self._offsets = np.arange(pool.block_size)
-        # Steps in which every row has room in its last block, at least: nothing to look after until then.
-        self._quiet = 0
+        # All rows grow in step, so (grown - length) % block_size of a row never changes; it is the row's phase. The
+        # rows of phase grown % block_size are those whose last block is full now. Each list is in order of row.
+        self._grown = 0
+        self._phases: list[list[int]] = [[] for _ in range(pool.block_size)]
 
     def owned(self, row: int) -> list[int]:
         """The blocks that ``row`` owns, in order of position."""
@@ -92,19 +95,17 @@ class PagedCache:
         self.newest_slots[row] = slots[-1]
         if self._row_table is not None:
             self._row_table.fill(row, slots)
-        self.rows += 1
-        self._quiet = 0
+        self._phase(tokens).append(row)
+        self.rows, self.longest = row + 1, max(self.longest, tokens)
         return row
 
     def blocks_to_grow(self) -> int:
         """How many new blocks `grow` would take."""
-        return sum(length % self.pool.block_size == 0 for length in self.lengths[: self.rows].tolist())
+        return len(self._phase(0))
 
     def can_grow(self) -> bool:
         """Whether the pool has the blocks that `grow` would take."""
-        free = self.pool.allocator.num_free
-        # A row takes one at most: they are counted only where the pool is nearly empty.
-        return self._quiet > 0 or self.rows <= free or self.blocks_to_grow() <= free
+        return self.blocks_to_grow() <= self.pool.allocator.num_free
 
     def grow(self) -> None:
         """Room for one more token in every row.
@@ -112,41 +113,41 @@ class PagedCache:
         Raises, changing nothing, `OutOfBlocks` where the pool has not enough blocks and `ValueError` where a row is at
         ``max_context``.
         """
-        if self._quiet > 0:
-            self._quiet -= 1
-        else:
-            self._take_blocks()
-        newest = self.newest_slots[: self.rows]
-        self.lengths[: self.rows] += 1
-        newest += 1
+        if not self.rows:
+            return
+        self._check_context(self.longest + 1)
+        if full := self._phase(0):
+            size = self.pool.block_size
+            for row, block in zip(full, self.pool.allocator.take(len(full)), strict=True):
+                self.table[row, self.lengths.item(row) // size] = block
+                self.newest_slots[row] = block * size - 1
+        lengths, slots = self.lengths[: self.rows], self.newest_slots[: self.rows]
+        lengths += 1
+        slots += 1
+        self._grown += 1
+        self.longest += 1
         if self._row_table is not None:
-            self._row_table.extend(newest)
+            self._row_table.extend(slots)
 
-    def _take_blocks(self) -> None:
-        """A block for each row whose last one is full; then no row needs anything for the next ``_quiet`` steps."""
-        # Python's integers: after a forward the code of NumPy's reductions has left the processor's cache, and to call
-        # them costs more than they save in so few rows.
-        size, lengths = self.pool.block_size, self.lengths[: self.rows].tolist()
-        longest = max(lengths, default=0) + 1
-        self._check_context(longest)
-        room = [-length % size for length in lengths]
-        full = [row for row, tokens in enumerate(room) if not tokens]
-        for row, block in zip(full, self.pool.allocator.take(len(full)), strict=True):
-            self.table[row, lengths[row] // size] = block
-            self.newest_slots[row] = block * size - 1
-            room[row] = size
-        self._quiet = min([self.max_context - longest + 1, *room]) - 1
+    def _phase(self, length: int) -> list[int]:
+        """The rows that are as far from a new block as a row of ``length`` tokens."""
+        return self._phases[(self._grown - length) % self.pool.block_size]
 
     def remove(self, row: int) -> int | None:
         """Free ``row``'s blocks and move the last row into its place; the row that moved, or None."""
         self.pool.allocator.give_back(self.owned(row))
         last = self.rows - 1
-        self.table[row], self.lengths[row] = self.table[last], self.lengths[last]
-        self.newest_slots[row] = self.newest_slots[last]
-        self.table[last], self.lengths[last], self.newest_slots[last] = 0, 0, 0
+        self._phase(int(self.lengths[row])).remove(row)
+        if last != row:
+            phase = self._phase(int(self.lengths[last]))
+            phase.remove(last)
+            bisect.insort(phase, row)
+        for state in (self.table, self.lengths, self.newest_slots):
+            state[row] = state[last]
+            state[last] = 0
         if self._row_table is not None:
             self._row_table.move(last, row)
-        self.rows = last
+        self.rows, self.longest = last, int(self.lengths.max())
         return last if last != row else None
 
     def slots(self, row: int) -> IntArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -76,21 +77,23 @@ class DeferredReadback:
 
         A request that has not ended gets the token's log-probabilities, where it asked for them, just before.
         """
+        return itertools.chain.from_iterable(self._due(drain))
+
+    def _due(self, drain: bool) -> Iterator[Iterator[tuple[Request, int]]]:
         while len(self._window) > (0 if drain else self.lag):
             at, requests, attached = self._window.popleft()
             if self._cuda:
                 self._events[at].synchronize()
-            told = dict(pair for part in attached for pair in _unpack(part)) if attached else {}
-            for request, token in zip(requests, self._views[at][: len(requests)].tolist(), strict=True):
-                if told and request.id in told and request.finish_reason is None:
-                    request.logprobs.append(told[request.id])
-                yield request, token
+            for request, logprobs in itertools.chain.from_iterable(map(_unpack, attached)):
+                if request.finish_reason is None:
+                    request.logprobs.append(logprobs)
+            yield zip(requests, self._views[at][: len(requests)].tolist(), strict=True)
 
 
-def _unpack(part: Logprobs) -> Iterator[tuple[int, TokenLogprobs]]:
-    """Request ids and log-probabilities; each request gets as many of the likeliest as it asked for."""
+def _unpack(part: Logprobs) -> Iterator[tuple[Request, TokenLogprobs]]:
+    """Requests and log-probabilities; each request gets as many of the likeliest as it asked for."""
     top = part.packed.shape[1] // 2
     for request, row in zip(part.requests, part.packed.numpy().tolist(), strict=True):
         wanted = request.params.logprobs or 0
         ids, values = row[1 + top : 1 + top + wanted], row[1 : 1 + wanted]
-        yield request.id, TokenLogprobs(row[0], tuple(zip(map(int, ids), values, strict=True)))
+        yield request, TokenLogprobs(row[0], tuple(zip(map(int, ids), values, strict=True)))

@@ -253,7 +253,7 @@ class Request:
             return self._last_event(token, piece)
         self.text += piece
         logprobs = self.logprobs[-1] if self.logprobs else None
-        return TokenEvent(self.id, token, piece, logprobs=logprobs)
+        return TokenEvent(self.id, token, piece, None, None, logprobs)
 
     def cancel(self) -> TokenEvent:
         """End the request where it is; the event that tells of it."""
