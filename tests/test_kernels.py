@@ -26,7 +26,7 @@ from nanoserve_lab.kernels import attention, jit, products
 from nanoserve_lab.model import cpu
 from nanoserve_lab.model.rope import rotate
 from nanoserve_lab.model.tiny import TINY, tiny_model
-from nanoserve_lab.model.transformer import RMSNorm, swiglu
+from nanoserve_lab.model.transformer import RMSNorm, place, swiglu
 from nanoserve_lab.recorders import tape_recorder
 
 #: Largest error allowed, over 1 + the size of the number: what the dtype rounds to, a few times.
@@ -100,6 +100,26 @@ def test_the_gate_is_swiglu_for_numbers_of_any_size(dtype: torch.dtype) -> None:
     sizes = torch.tensor([0.0, 1e-3, 1.0, 10.0, 100.0, 1e4])
     gate_up = torch.cat([sizes, -sizes, drawn(0, 24)]).to(dtype).view(2, 18)
     check_close(kernels.swiglu(gate_up), swiglu(gate_up.double()), dtype)
+
+
+@dtypes
+def test_keys_and_values_are_placed_as_the_plain_model_places_them(dtype: torch.dtype) -> None:
+    qkv, slots = drawn(0, 5, 7, 8).to(dtype), torch.tensor([9, 0, 3, 11, 4])
+    k, v = kernels.rotate(qkv[:, :5], *(drawn(i, 5, 1, 8).to(dtype) for i in (1, 2)))[:, 3:], qkv[:, 5:]
+    wanted = [drawn(3, 12, 2, 8).to(dtype), drawn(4, 12, 2, 8).to(dtype)]
+    placed = [cache.clone() for cache in wanted]
+    place(*wanted, slots, k, v)
+    kernels.place(*placed, slots, k, v)
+    assert all(map(torch.equal, placed, wanted))
+
+
+@pytest.mark.parametrize("slot", [-1, 12])
+def test_no_token_is_placed_outside_the_pool(slot: int) -> None:
+    whole = torch.zeros(14, 2, 8)
+    keys, values, k = whole[1:13], torch.zeros(12, 2, 8), torch.ones(2, 2, 8)
+    with pytest.raises(IndexError, match="write_slots: a slot outside the K/V pool"):
+        kernels.place(keys, values, torch.tensor([3, slot]), k, k)
+    assert not whole[[0, 13]].any()
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -179,6 +199,11 @@ def test_slots_past_a_row_are_not_read(dtype: torch.dtype) -> None:
     assert kernels.paged_attention(q, keys, values, window, lens)[2].isnan().any(), "a slot of the row itself"
 
 
+def placed(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kernels.place(keys, values, slots, k, v)
+    return keys + values
+
+
 def steps() -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = drawn(0, 3, 16).to(dtype), drawn(1, 24, 16).to(dtype)
@@ -189,6 +214,7 @@ def steps() -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
         keys, values = layer(5, 30, 1, 8, dtype)
         lens = torch.tensor([2, 4, 1])
         table = torch.randint(0, 30, (3, 5), generator=torch.Generator().manual_seed(6))
+        yield "place", placed, (keys, values, torch.tensor([4, 0, 17]), *(drawn(i, 3, 1, 8).to(dtype) for i in (7, 8)))
         yield "paged_attention", kernels.paged_attention, (x.view(3, 2, 8), keys, values, table, lens)
 
 
@@ -225,6 +251,9 @@ def test_a_recording_says_what_a_kernel_moves() -> None:
     assert (launch.bytes_read, launch.bytes_written) == (x.nbytes + weight.nbytes, 2 * 24 * 4)
     q, (keys, values) = torch.ones(2, 4, 8), layer(0, 100, 2, 8, torch.float32)
     args = (q, keys, values, torch.ones(2, 5, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
+    k, slots = torch.ones(3, 2, 8), torch.tensor([5, 6, 7])
+    launch = tape_recorder(placed, (keys, values, slots, k, k)).launches().iloc[0]
+    assert (launch.kind, launch.bytes_read, launch.bytes_written) == ("index", 3 * 8 + 2 * k.nbytes, 2 * k.nbytes)
     launch = tape_recorder(kernels.paged_attention, args).launches().iloc[0]
     assert launch.kind == "attention"
     assert launch.bytes_read == q.nbytes + 10 * 8 + 2 * 8 + 10 * 2 * keys[0].nbytes

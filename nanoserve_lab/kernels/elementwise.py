@@ -1,10 +1,12 @@
-"""What is computed token by token, each in one pass: RMS norm, the turn of a head by its position, the gated unit."""
+"""What is done token by token, each in one pass: RMS norm, the turn of a head by its position, the gated unit, K and V
+put into the cache."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 from numba import carray
 from torch import Tensor
 
@@ -45,6 +47,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def place(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """As `model.transformer.place`: ``k`` and ``v`` ``[tokens, kv_heads, head_dim]``, a token's heads side by side, to
+    ``slots`` ``[tokens]`` int64 of ``keys`` and ``values`` ``[slots, kv_heads, head_dim]``, which are contiguous.
+
+    Raises `IndexError` for a slot outside the pool; the tokens before it are written then.
+    """
+    _place(keys, values, slots, k, v)
+
+
 @operator("rms_norm(Tensor x, Tensor weight, float eps, *, Tensor(a!) out) -> ()")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> Launch:
     size = weight.shape[0]
@@ -59,6 +70,40 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Launch:
 @operator("swiglu(Tensor gate_up, *, Tensor(a!) out) -> ()")
 def _swiglu(gate_up: Tensor, *, out: Tensor) -> Launch:
     return _gate, (address(out), address(gate_up), *out.shape, *ELEMENTS[out.dtype])
+
+
+@operator("place(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor k, Tensor v) -> ()")
+def _place(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> Launch:
+    sizes = (keys.shape[0], slots.shape[0], keys[0].numel(), k.stride(0), v.stride(0))
+    return _put, (*map(address, (keys, values, slots, k, v)), *sizes, ELEMENTS[keys.dtype][0])
+
+
+@kernel()
+def _put(
+    keys: int,
+    values: int,
+    slots: int,
+    k: int,
+    v: int,
+    pool: int,
+    tokens: int,
+    size: int,
+    k_stride: int,
+    v_stride: int,
+    like: Any,
+) -> None:
+    all_keys = carray(pointer(keys), (pool, size), like.dtype)
+    all_values = carray(pointer(values), (pool, size), like.dtype)
+    new_keys = carray(pointer(k), (tokens * k_stride,), like.dtype)
+    new_values = carray(pointer(v), (tokens * v_stride,), like.dtype)
+    places = carray(pointer(slots), (tokens,), np.int64)
+    for token in range(tokens):
+        slot = places[token]
+        if slot < 0 or slot >= pool:
+            raise IndexError("write_slots: a slot outside the K/V pool")
+        for j in range(size):
+            all_keys[slot, j] = new_keys[token * k_stride + j]
+            all_values[slot, j] = new_values[token * v_stride + j]
 
 
 @kernel()

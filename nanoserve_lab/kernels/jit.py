@@ -44,8 +44,8 @@ _threads = threading.local()
 
 
 def operator(schema: str) -> Callable[[Callable[..., Launch]], Any]:
-    """Make the operator of ``schema``, which returns nothing and writes into ``out``, of a function that makes the
-    `Launch` for given CPU tensors.
+    """Make the operator of ``schema``, which returns nothing and writes into arguments, of a function that makes the
+    `Launch` for given CPU tensors. An argument that it writes all of is ``out``, by keyword.
 
     The launch is what a recording keeps, as a CUDA graph keeps a kernel's parameters; see `recorders.calls.choose`.
     """

@@ -140,30 +140,40 @@ def _part(word: Any, half: int) -> Any:
     return lambda word, half: word
 
 
+def times(word: Any, x: Any, t: int, j: int) -> Any:
+    """The numbers of word ``j`` of a row of the weight times those of token ``t`` that they meet, summed."""
+
+
+@overload(times, jit_options={"fastmath": FAST}, strict=False)
+def _times(word: Any, x: Any, t: int, j: int) -> Any:
+    if word == types.uint32:
+        return lambda word, x, t, j: part(word, 0) * x[t, 0, j] + part(word, 1) * x[t, 1, j]
+    return lambda word, x, t, j: word * x[t, 0, j]
+
+
 # The sums of row i of the weight with the tokens t, t + 1, ... They are written out, so that each is a register, and
-# index whole arrays: to hand on a part of one would count its references, in all threads.
+# index whole arrays: to hand on a part of one would count its references, in all threads. Up to four tokens take both
+# halves of a word at once, so that memory is read without a rest; eight would run out of registers, and take a row,
+# which the first cache holds by then, twice.
 
 
 @njit(fastmath=FAST)
 def _one(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s = x.dtype.type(0)
-    for half in range(x.shape[1]):
-        for j in range(w.shape[1]):
-            e = part(w[i, j], half)
-            s += e * x[t, half, j]
+    for j in range(w.shape[1]):
+        s += times(w[i, j], x, t, j)
     sums[t, i % BLOCK] = s
 
 
 @njit(fastmath=FAST)
 def _four(sums: Any, x: Any, w: Any, t: int, i: int) -> None:
     s0 = s1 = s2 = s3 = x.dtype.type(0)
-    for half in range(x.shape[1]):
-        for j in range(w.shape[1]):
-            e = part(w[i, j], half)
-            s0 += e * x[t, half, j]
-            s1 += e * x[t + 1, half, j]
-            s2 += e * x[t + 2, half, j]
-            s3 += e * x[t + 3, half, j]
+    for j in range(w.shape[1]):
+        word = w[i, j]
+        s0 += times(word, x, t, j)
+        s1 += times(word, x, t + 1, j)
+        s2 += times(word, x, t + 2, j)
+        s3 += times(word, x, t + 3, j)
     for n, s in enumerate((s0, s1, s2, s3)):
         sums[t + n, i % BLOCK] = s
 

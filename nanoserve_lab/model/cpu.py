@@ -28,13 +28,13 @@ def runs_on_kernels(model: Transformer) -> bool:
 
 
 def kernel_model(model: Transformer) -> Transformer:
-    """``model`` with every product, norm, rotation and gate on the kernels of `nanoserve_lab.kernels`.
+    """``model`` with every product, norm, rotation, gate and write to the cache on `nanoserve_lab.kernels`.
 
     The two share their parameters; ``model`` itself stays as it is, and has one such twin however often it is asked
     for.
     """
     # Imported here: Numba is half a second and 70 MB, for engines on a CPU alone.
-    from nanoserve_lab.kernels import linear, rms_norm, rotate, swiglu
+    from nanoserve_lab.kernels import linear, place, rms_norm, rotate, swiglu
 
     twin = _twins.get(model)
     if twin is None:
@@ -45,7 +45,7 @@ def kernel_model(model: Transformer) -> Transformer:
             elif isinstance(module, RMSNorm):
                 module.kernel = rms_norm
             elif isinstance(module, Attention):
-                module.rotate = rotate
+                module.rotate, module.place = rotate, place
             elif isinstance(module, MLP):
                 module.swiglu = swiglu
         twin.head_kernel = linear

@@ -55,6 +55,12 @@ class Embedding(nn.Module):
         return F.embedding(input_ids, self.weight)
 
 
+def place(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write ``k`` and ``v`` ``[tokens, kv_heads, head_dim]`` to ``slots`` ``[tokens]`` int64 of a layer's cache."""
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over the paged pool; Q, K and V come out of one product."""
 
@@ -66,6 +72,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
         self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+        self.place: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = place
 
     def forward(
         self,
@@ -86,8 +93,7 @@ class Attention(nn.Module):
             q, k = self.rotate(qkv[:, : heads + kv_heads], cos, sin).split([heads, kv_heads], dim=1)
         v = qkv[:, heads + kv_heads :]
         keys, values = cache
-        keys.index_copy_(0, write_slots, k)
-        values.index_copy_(0, write_slots, v)
+        self.place(keys, values, write_slots, k, v)
         return self.o(read(q, k, v, keys, values).reshape(-1, heads * self.head_dim), residual)
 
 

@@ -37,7 +37,16 @@ _KINDS = {
         "nanoserve_lab::paged_attention",
     ),
     "norm": ("rms_norm", "native_layer_norm", "nanoserve_lab::rms_norm"),
-    "index": ("index", "index_select", "index_copy_", "index_put_", "gather", "scatter", "embedding"),
+    "index": (
+        "index",
+        "index_select",
+        "index_copy_",
+        "index_put_",
+        "gather",
+        "scatter",
+        "embedding",
+        "nanoserve_lab::place",
+    ),
     "copy": ("clone", "copy_", "_to_copy", "cat", "stack", "roll"),
     "reduction": ("argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
 }
@@ -45,7 +54,7 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 # Operations that read as much as they write (and the indices), not all of their first argument.
 _PICKS = frozenset({"index", "index_select", "gather", "embedding"})
 # Operations that write as much as they read from their source, not all of what they write into.
-_PLACES = frozenset({"index_copy_", "index_put_", "scatter_"})
+_PLACES = frozenset({"index_copy_", "index_put_", "scatter_", "nanoserve_lab::place"})
 
 #: Characters of a source line that a message shows.
 _SHOWN = 100
@@ -143,7 +152,8 @@ def traffic(
     if name in _PICKS:
         return _bytes(made) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(made)
     if name in _PLACES:
-        return _bytes(inputs[1:]), _bytes(t for t in inputs[1:] if t.is_floating_point())
+        given = [t for t in inputs if not _among(t, written_arguments(operation, args, kwargs))]
+        return _bytes(given), _bytes(t for t in given if t.is_floating_point())
     if name in ("copy_", "fill_", "zero_"):
         return _bytes(inputs[1:]), _bytes(inputs[:1])
     changed = written_arguments(operation, args, kwargs) if writes(operation) else []
