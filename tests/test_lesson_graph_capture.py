@@ -194,7 +194,7 @@ def test_the_lines_are_the_frame() -> None:
         ({"steps": 8}, "two lines for one number of rows and steps"),
         ({"ratio": 0.0}, "a ratio of times must be positive"),
         ({"rows": range(9)}, "at most 3 numbers of rows, saw 9"),
-        ({"captures_closed": range(9)}, "captures that depend on the rows"),
+        ({"captures_closed": range(9)}, "captures_open and captures_closed differ between rows"),
     ],
 )
 def test_a_frame_that_is_no_capture_bench_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -210,7 +210,7 @@ def test_the_lines_are_the_frame() -> None:
         ({"steps": 8}, "two lines for one number of rows and steps"),
         ({"ratio": 0.0}, "a ratio of times must be positive"),
         ({"rows": range(9)}, "at most 3 numbers of rows, saw 9"),
-        ({"fresh_allocations": range(9)}, "allocations that depend on the rows"),
+        ({"fresh_allocations": range(9)}, "fresh_allocations and buffered_allocations differ between rows"),
     ],
 )
 def test_a_frame_that_is_no_inputs_bench_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from matplotlib.patches import Rectangle
 
 from nanoserve_lab.bench.padding import OPEN
 from nanoserve_lab.buckets import BucketSet
+from nanoserve_lab.figures.diagrams import Canvas
 from nanoserve_lab.figures.registry import FigureError, figure, require
 from nanoserve_lab.figures.style import Palette, Picture
 
@@ -221,11 +222,7 @@ def padded_rectangle(picture: Picture, data: None, palette: Palette) -> None:
     """The read rectangle of three rows of 11, 4 and 7 tokens, padded by ``BucketSet(4, 16, 8)``, cell by cell."""
     rows, columns = BucketSet(*DRAWN_SET).fit(len(DRAWN_ROWS), max(DRAWN_ROWS))
     longest, size = max(DRAWN_ROWS), 0.3
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
+    axes, height = Canvas.over(picture, palette).axes, picture.get_size_inches()[1]
     lengths = [*DRAWN_ROWS, *[0] * (rows - len(DRAWN_ROWS))]
     x, top = 1.2, height - 0.35
     counts = dict.fromkeys(CELLS, 0)

@@ -193,23 +193,14 @@ def _kept(inside: bool) -> tuple[list[int], list[int]]:
 )
 def captured_decode_replay(picture: Picture, data: None, palette: Palette) -> None:
     """A recorded step's held plan, gates, output and memory: four panels, read from a run of three steps."""
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-    canvas, run = Canvas(axes, palette), capture_run()
-    canvas.text(0.1, 6.48, "A replay runs the step again, and none of its Python", size=12,
-                ha="left", weight="bold")  # fmt: skip
-    titles = (
-        (0.06, 3.22, "A replay holds the plan of step 1"),
-        (3.54, 3.22, "Gates: values once, addresses always"),
-        (0.06, 0.06, "The output is a buffer too"),
-        (3.54, 0.06, "One pool: a maximum, not a sum"),
+    canvas, run = Canvas.over(picture, palette), capture_run()
+    canvas.quarters(
+        "A replay runs the step again, and none of its Python",
+        "A replay holds the plan of step 1",
+        "Gates: values once, addresses always",
+        "The output is a buffer too",
+        "One pool: a maximum, not a sum",
     )
-    for x, y, title in titles:
-        axes.add_patch(Rectangle((x, y), 3.4, 3.02, fc=palette.grid, alpha=0.35, ec="none"))
-        canvas.text(x + 0.1, y + 2.94, title, size=10, ha="left", va="top", weight="bold")
     _held(canvas, run)
     _gates(canvas, run)
     _outputs(canvas, run)

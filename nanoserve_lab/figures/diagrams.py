@@ -18,6 +18,27 @@ class Canvas:
     axes: Axes
     palette: Palette
 
+    @classmethod
+    def over(cls, picture: Picture, palette: Palette) -> Canvas:
+        """A canvas that covers ``picture``, without axes to be seen."""
+        width, height = picture.get_size_inches()
+        picture.set_layout_engine("none")
+        axes = picture.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, width), ylim=(0, height))
+        axes.axis("off")
+        return cls(axes, palette)
+
+    def quarters(self, title: str, *titles: str) -> None:
+        """A title over four shaded panels of 3.4 x 3.02 with titles of their own, on a canvas of 7 x 6.7."""
+        self.text(0.1, 6.48, title, size=12, ha="left", weight="bold")
+        for (x, y), own in zip(((0.06, 3.22), (3.54, 3.22), (0.06, 0.06), (3.54, 0.06)), titles, strict=True):
+            self.shade(x, y, 3.4, 3.02)
+            self.text(x + 0.1, y + 2.94, own, size=10, ha="left", va="top", weight="bold")
+
+    def shade(self, x: float, y: float, width: float, height: float) -> None:
+        """A shaded area, behind everything that is drawn later."""
+        self.axes.add_patch(Rectangle((x, y), width, height, fc=self.palette.grid, alpha=0.35, ec="none"))
+
     def box(self, x: float, y: float, width: float, height: float, title: str, *, fill: str = "", top: bool = False,
             edge: str = "") -> None:  # fmt: skip
         """A rounded box with its title in the middle, or at its upper edge when something else goes inside."""
@@ -77,14 +98,9 @@ class Canvas:
 )
 def decode_step_path(picture: Picture, data: None, palette: Palette) -> None:
     """One decode step from requests to text, in a host lane and a device lane, with the lesson that fixes each part."""
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-    canvas = Canvas(axes, palette)
+    canvas = Canvas.over(picture, palette)
     for low, high, name in ((3.62, 4.94, "host"), (0.36, 3.54, "device")):
-        axes.add_patch(Rectangle((0.06, low), 6.88, high - low, fc=palette.grid, alpha=0.35, ec="none", zorder=0))
+        canvas.shade(0.06, low, 6.88, high - low)
         canvas.text(0.15, high - 0.05, name, size=10, color=palette.muted, ha="left", va="top", weight="bold")
     _host(canvas, low=3.84)
     _inputs(canvas)

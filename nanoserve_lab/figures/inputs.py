@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -15,8 +13,8 @@ from nanoserve_lab.buckets import BucketSet
 from nanoserve_lab.cache.paged import PagedCache
 from nanoserve_lab.cache.pool import KVPool
 from nanoserve_lab.figures.diagrams import Canvas
-from nanoserve_lab.figures.labels import Labels
-from nanoserve_lab.figures.registry import FigureError, figure, require
+from nanoserve_lab.figures.over_steps import checked, draw, ranges
+from nanoserve_lab.figures.registry import figure
 from nanoserve_lab.figures.style import Palette, Picture
 from nanoserve_lab.inputs import DecodeInputs, check_one_set_covers, input_bytes, per_shape_bytes
 from nanoserve_lab.model.tiny import TINY
@@ -24,7 +22,7 @@ from nanoserve_lab.plan import DecodePlan, Planner, check_plan_current
 from nanoserve_lab.slots import SlotTable, check_window_intact
 from nanoserve_lab.unsound import Unsound
 
-INPUTS_COLUMNS = ("steps", "rows", "fresh_allocations", "buffered_allocations", "ratio")
+_COUNTS = {"fresh": "fresh_allocations", "buffered": "buffered_allocations"}
 #: What a plan hands the forward beside the slot mapping: the tensors that are built anew without buffers.
 PLANNED = ("positions", "write_slots", "context_lens")
 #: The engine whose bytes the diagram prices: rows, context, width multiple.
@@ -32,34 +30,18 @@ PRICED = (256, 8192, 2048)
 
 
 def _checked(frame: pd.DataFrame) -> pd.DataFrame:
-    name = "allocations_over_steps"
-    require(frame, INPUTS_COLUMNS, name)
-    if frame.duplicated(["rows", "steps"]).any():
-        raise FigureError(f"{name}: two lines for one number of rows and steps")
-    if (frame["ratio"] <= 0).any():
-        raise FigureError(f"{name}: a ratio of times must be positive")
-    if frame["rows"].nunique() > 3:
-        raise FigureError(f"{name}: at most 3 numbers of rows, saw {frame['rows'].nunique()}")
-    counts = frame.groupby("steps")[["fresh_allocations", "buffered_allocations"]].nunique()
-    if (counts > 1).any(axis=None):
-        raise FigureError(f"{name}: allocations that depend on the rows; a tensor is one, however long")
-    return frame.sort_values(["rows", "steps"]).reset_index(drop=True)
+    return checked(frame, _COUNTS, "allocations_over_steps")
 
 
 def _allocations_alt(frame: pd.DataFrame) -> str:
     frame = _checked(frame)
     last = frame[frame["steps"] == frame["steps"].max()].iloc[0]
-    parts = [f"{rows} rows {part['ratio'].min():.2f} to {part['ratio'].max():.2f}" for rows, part in _by_rows(frame)]
     return (
         "Two charts over the steps of a run. Left, tensors allocated for inputs: a straight line rises to "
         f"{last.fresh_allocations:,} at {last.steps} steps for fresh tensors; the line for buffers lies at "
         f"{last.buffered_allocations:,}. Right, planning time with buffers over planning time with fresh tensors, a "
-        f"line for each number of rows, and a dotted line at 1, where both take the same time: {', '.join(parts)}."
+        f"line for each number of rows, and a dotted line at 1, where both take the same time: {ranges(frame)}."
     )
-
-
-def _by_rows(frame: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
-    return [(int(rows), frame[frame["rows"] == rows]) for rows in sorted(frame["rows"].unique())]
 
 
 @figure(
@@ -78,50 +60,7 @@ def allocations_over_steps(picture: Picture, frame: pd.DataFrame, palette: Palet
     ``frame`` has a row per number of ``rows`` (three at most) and ``steps`` with ``fresh_allocations``,
     ``buffered_allocations`` (the same for all rows) and ``ratio`` (of times).
     """
-    frame = _checked(frame)
-    # Fixed axes rather than a computed layout: the labels' places are worked out in inches.
-    picture.set_layout_engine("none")
-    width, height = picture.get_size_inches()
-    low, tall = 0.82 / height, 1 - 1.0 / height
-    _counts(picture.add_axes((0.78 / width, low, 2.45 / width, tall)), frame, palette)
-    _ratios(picture.add_axes((4.15 / width, low, 2.65 / width, tall)), frame, palette)
-
-
-def _counts(axes: Axes, frame: pd.DataFrame, palette: Palette) -> None:
-    counts = frame.drop_duplicates("steps").sort_values("steps")
-    steps, most = counts["steps"].to_numpy(), counts["fresh_allocations"].max()
-    axes.set(xlim=(0, steps[-1] * 1.08), ylim=(-0.06 * most, most * 1.18))
-    for name, colour, line in (("fresh", palette.warn, "-"), ("buffered", palette.accent, "--")):
-        values = counts[f"{name}_allocations"].to_numpy()
-        axes.plot(steps, values, color=colour, ls=line, marker="o", clip_on=False)
-        axes.annotate(f"{name}: {values[-1]:,}", (steps[-1], values[-1]), (-7, 5), textcoords="offset points",
-                      ha="right", va="bottom", color=colour, weight="bold", size=10)  # fmt: skip
-    axes.set_xlabel("decode steps")
-    axes.set_ylabel("tensors allocated")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
-def _ratios(axes: Axes, frame: pd.DataFrame, palette: Palette) -> None:
-    ratios, steps = frame["ratio"], sorted(frame["steps"].unique())
-    low, high = min(0.8, ratios.min() - 0.05), max(1.15, ratios.max() + 0.05)
-    axes.set(xscale="log", xlim=(steps[0] / 1.3, steps[-1] * 1.3), ylim=(low, high))
-    xs = np.geomspace(steps[0] / 1.3, steps[-1] * 1.3, 100)
-    axes.plot(xs[[0, -1]], [1, 1], color=palette.muted, ls=":", marker="", lw=1.4)
-    points = [(x, 1.0) for x in xs]
-    colours = (palette.families["matmul"], palette.families["norm"], palette.families["attention"])
-    lines = []
-    for (rows, part), colour, marker in zip(_by_rows(frame), colours, "os^", strict=False):
-        axes.plot(part["steps"], part["ratio"], color=colour, marker=marker)
-        points += [*zip(xs, np.interp(xs, part["steps"], part["ratio"]), strict=True)]
-        lines.append((f"{rows} row{'s' * (rows > 1)}", [*zip(part["steps"], part["ratio"], strict=True)], colour))
-    axes.set_xlabel("decode steps")
-    axes.set_ylabel("planning time, buffered / fresh")
-    axes.set_xticks(steps, [f"{step:,}" for step in steps])
-    axes.xaxis.set_minor_formatter("")
-    labels = Labels(axes, points)
-    labels.add("the same time", [(x, 1.0) for x in xs[::-7]], palette.muted)
-    for text, places, colour in lines:
-        labels.add(text, places[::-1], colour, weight="bold")
+    draw(picture, _checked(frame), palette, _COUNTS, "tensors allocated", "planning time, buffered / fresh")
 
 
 @dataclass(frozen=True)
@@ -209,23 +148,14 @@ def _refuses(gate: object, *arguments: object) -> bool:
 )
 def persistent_decode_inputs(picture: Picture, data: None, palette: Palette) -> None:
     """A step's inputs fresh, in buffers, as a witness and as bytes: four panels, read from a run of three steps."""
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-    canvas, run = Canvas(axes, palette), inputs_run()
-    canvas.text(0.1, 6.48, "A replay takes no arguments: it reads where the recording read", size=12,
-                ha="left", weight="bold")  # fmt: skip
-    titles = (
-        (0.06, 3.22, "Fresh: three new tensors a step"),
-        (3.54, 3.22, "Buffers: written in place"),
-        (0.06, 0.06, "A held plan: who can still refuse?"),
-        (3.54, 0.06, "How many sets? One"),
+    canvas, run = Canvas.over(picture, palette), inputs_run()
+    canvas.quarters(
+        "A replay takes no arguments: it reads where the recording read",
+        "Fresh: three new tensors a step",
+        "Buffers: written in place",
+        "A held plan: who can still refuse?",
+        "How many sets? One",
     )
-    for x, y, title in titles:
-        axes.add_patch(Rectangle((x, y), 3.4, 3.02, fc=palette.grid, alpha=0.35, ec="none"))
-        canvas.text(x + 0.1, y + 2.94, title, size=10, ha="left", va="top", weight="bold")
     _fresh(canvas, run)
     _buffers(canvas, run)
     _witness(canvas, run)

@@ -133,18 +133,13 @@ def _plan_alt(data: None) -> str:
 def plan_between(picture: Picture, data: None, palette: Palette) -> None:
     """The planner's state, the tensors of its plan and the slots of the pool, all read from a real plan of two rows."""
     cache, plan = two_row_plan()
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-    canvas = Canvas(axes, palette)
+    canvas, height = Canvas.over(picture, palette), picture.get_size_inches()[1]
     for left, right, name in (
         (0.06, 1.78, "host: the planner"),
         (2.06, 4.5, "tensors: the plan"),
         (4.78, 6.94, "device: the forward"),
     ):
-        axes.add_patch(Rectangle((left, 0.1), right - left, height - 0.2, fc=palette.grid, alpha=0.35, ec="none"))
+        canvas.shade(left, 0.1, right - left, height - 0.2)
         canvas.text(left + 0.09, height - 0.15, name, size=10, color=palette.muted, ha="left", va="top", weight="bold")
     canvas.arrow((1.78, 1.75), (2.06, 1.75))
     canvas.arrow((4.5, 1.75), (4.78, 1.75))

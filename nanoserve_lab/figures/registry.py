@@ -115,6 +115,11 @@ def data_folder() -> Path:
     return root / "data"
 
 
+def by_rows(frame: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
+    """The lines of each number of ``rows``, in rising order."""
+    return [(int(rows), frame[frame["rows"] == rows]) for rows in sorted(frame["rows"].unique())]
+
+
 def require(frame: pd.DataFrame, columns: tuple[str, ...], name: str) -> None:
     """Raise `FigureError` unless ``frame`` has rows, the ``columns``, and no missing value in them."""
     missing = [column for column in columns if column not in frame.columns]

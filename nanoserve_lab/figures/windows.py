@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nanoserve_lab.bench.plan import three_rows
-from nanoserve_lab.figures.registry import FigureError, figure, require
+from nanoserve_lab.figures.diagrams import Canvas
+from nanoserve_lab.figures.registry import FigureError, by_rows, figure, require
 from nanoserve_lab.figures.style import Palette, Picture
 
 PLAN_COLUMNS = ("rows", "context", "gather_us", "window_us")
@@ -26,15 +27,11 @@ def _planning(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     return frame.sort_values(["rows", "context"]).reset_index(drop=True)
 
 
-def _by_rows(frame: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
-    return [(int(rows), frame[frame["rows"] == rows]) for rows in sorted(frame["rows"].unique())]
-
-
 def _planning_alt(frame: pd.DataFrame) -> str:
     frame = _planning(frame, "planning_time")
     first, last = int(frame["context"].min()), int(frame["context"].max())
     parts = []
-    for rows, part in _by_rows(frame):
+    for rows, part in by_rows(frame):
         ends = part[part["context"].isin((first, last))].sort_values("context")
         told = [f"{name} from {ends[c].iloc[0]:.0f} to {ends[c].iloc[-1]:.0f} microseconds" for name, c in _ARMS]
         parts.append(f"with {rows} row{'s' * (rows > 1)}, {' and '.join(told)}")
@@ -70,7 +67,7 @@ def planning_time(picture: Picture, frame: pd.DataFrame, palette: Palette) -> No
     axes.set_ylim(times.min() / 1.5, times.max() * 1.6)
     colours = (palette.families["matmul"], palette.families["norm"], palette.families["attention"])
     ends = []
-    for (rows, part), colour, marker in zip(_by_rows(frame), colours, "os^", strict=False):
+    for (rows, part), colour, marker in zip(by_rows(frame), colours, "os^", strict=False):
         for name, column in _ARMS:
             axes.plot(part["context"], part[column], color=colour, marker=marker, ls="-" if name == "gather" else "--",
                       mfc=colour if name == "gather" else palette.paper)  # fmt: skip
@@ -120,11 +117,7 @@ def finished_row(picture: Picture, data: None, palette: Palette) -> None:
     """A slot table of 4 x 12 before and after its row 0 finishes, drawn from a real `SlotTable`; the window framed."""
     rows = three_rows()
     assert rows.table is not None
-    width, height = picture.get_size_inches()
-    picture.set_layout_engine("none")
-    axes = picture.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
+    axes, height = Canvas.over(picture, palette).axes, picture.get_size_inches()[1]
     fills = dict(zip("ABC", (palette.families[f] for f in ("elementwise", "embedding", "norm")), strict=True))
     owner = {int(slot): name for row, name in enumerate("ABC") for slot in rows.cache.slots(row)}
     _table(axes, palette, 0.5, rows.table.mirror, "ABC", _window_shape(rows.cache.lengths), owner, fills)
