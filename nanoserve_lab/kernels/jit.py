@@ -141,10 +141,10 @@ def _store(array: Any, index: Any, number: Any) -> Any:
     if array.dtype == types.uint16:
 
         def rounded(array: Any, index: Any, number: Any) -> None:
+            # A NaN of 16 widened bits has zeros in its lower half, which rounding cannot carry out of.
             bits = np.float32(number).view(np.uint32)
             near = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-            # Rounding could carry a NaN's bits over into infinity's. Chosen, not branched to: loops stay loops.
-            array[index] = np.uint16(near >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
+            array[index] = np.uint16(near >> np.uint32(16))
 
         return rounded
 
