@@ -176,7 +176,7 @@ def _exponential(number: Any) -> Any:
     def exp(number: Any) -> Any:
         # Cephes' expf: 2^n times a polynomial of what is left. Sums must not be reordered here.
         x = max(number, np.float32(-87))
-        n = math.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
         r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
         p = np.float32(1.9875691500e-4)
         p = p * r + np.float32(1.3981999507e-3)
