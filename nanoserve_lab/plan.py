@@ -150,9 +150,10 @@ class Planner:
         shape = live, cache.longest
         rows, width = shape if self._buckets is None else self._buckets.fit(*shape)
         prefix = self._prefix(rows)
-        # A padded row is one token long, at position 0, and its slot is the sink.
-        context, slots = cache.lengths[:rows].copy(), cache.newest_slots[:rows]
+        context, slots = cache.lengths[:rows], cache.newest_slots[:rows]
         if rows > live:
+            # A padded row is one token long, at position 0, and its slot is the sink.
+            context = context.copy()
             context[live:] = 1
         positions = context - 1
         if self._table is None:
@@ -172,7 +173,7 @@ class Planner:
             inputs.write_slots.write(slots),
             lens,
             mapping,
-            context_snapshot=context,
+            context_snapshot=context.copy(),
             write_snapshot=slots.copy(),
         )
 

@@ -121,7 +121,7 @@ class SlotTable:
                 f"window: {count} rows x {width} columns of a table of {self.max_rows} x {self.max_context}"
             )
         lengths = self.lengths[:count].copy()
-        if not lengths[-1]:  # rows in use come first, so the last one says whether there is padding
+        if not lengths.item(-1):  # rows in use come first, so the last one says whether there is padding
             np.maximum(lengths, 1, out=lengths)
         if lengths_writer is not None:
             written = lengths_writer(lengths)

@@ -247,13 +247,12 @@ class Request:
             piece = self._scanner.push(self._stream.push(token))
             if self._scanner.stopped:
                 self.finish_reason = "stop"
-        if self.finish_reason is None and len(self.token_ids) == self.max_tokens:
+        if self.finish_reason is None:
+            if len(self.token_ids) < self.max_tokens:
+                self.text += piece
+                return TokenEvent(self.id, token, piece, None, None, self.logprobs[-1] if self.logprobs else None)
             self.finish_reason = "length"
-        if self.finish_reason is not None:
-            return self._last_event(token, piece)
-        self.text += piece
-        logprobs = self.logprobs[-1] if self.logprobs else None
-        return TokenEvent(self.id, token, piece, None, None, logprobs)
+        return self._last_event(token, piece)
 
     def cancel(self) -> TokenEvent:
         """End the request where it is; the event that tells of it."""
