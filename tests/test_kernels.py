@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from nanoserve_lab import kernels
 from nanoserve_lab.cache.attention import DecodeRead
-from nanoserve_lab.kernels import attention, jit, products
+from nanoserve_lab.kernels import attention, elementwise, jit, products
 from nanoserve_lab.model import cpu
 from nanoserve_lab.model.rope import rotate
 from nanoserve_lab.model.tiny import TINY, tiny_model
@@ -112,6 +113,22 @@ def test_keys_and_values_are_placed_as_the_plain_model_places_them(dtype: torch.
     place(*wanted, slots, k, v)
     kernels.place(*placed, slots, k, v)
     assert all(map(torch.equal, placed, wanted))
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1, 7, elementwise.RUN, elementwise.RUN + 1, 3 * elementwise.RUN + 5])
+def test_the_largest_is_the_first_of_the_largest(dtype: torch.dtype, size: int) -> None:
+    scores = drawn(0, 9, size).to(dtype)
+    scores[1] = -math.inf
+    scores[2] = 0
+    scores[3, size // 2 :] = 9
+    scores[4] = -scores[4].abs()
+    scores[5, -1] = math.inf
+    for rows in (scores, scores[::2], scores[:1]):
+        assert torch.equal(kernels.argmax(rows), rows.argmax(-1))
+    scores[:, size // 3] = math.nan
+    places = kernels.argmax(scores)
+    assert ((places >= 0) & (places < size)).all()
 
 
 @pytest.mark.parametrize("slot", [-1, 12])
@@ -223,6 +240,7 @@ def steps() -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
         yield "linear", lambda x, w: kernels.linear(x, w, None, x.repeat(1, 2)[:, :24]), (x, weight)
         yield "rms_norm", lambda x, w: kernels.rms_norm(x, w, 1e-5), (x, drawn(2, 16).to(dtype))
         yield "swiglu", kernels.swiglu, (x,)
+        yield "argmax", kernels.argmax, (x,)
         yield "rotate", kernels.rotate, (x.view(3, 2, 8), *(drawn(i, 3, 1, 8).to(dtype) for i in (3, 4)))
         keys, values = layer(5, 30, 1, 8, dtype)
         lens = torch.tensor([2, 4, 1])
@@ -250,7 +268,7 @@ def test_a_recording_launches_the_kernel_alone(
         wanted = step(*args) * 2
     # Neither the dispatcher nor the function that prepares a launch is asked again.
     monkeypatch.setattr(jit, "address", None)
-    for module in (products, attention, sys.modules["nanoserve_lab.kernels.elementwise"]):
+    for module in (products, attention, elementwise):
         monkeypatch.setattr(module, "address", None)
     recording.replay()
     assert torch.equal(recording.output, wanted)

@@ -42,6 +42,7 @@ class Engine:
         # The last token of each running row, still on the device: the next step's input.
         self._tokens = torch.empty(0, dtype=torch.int64, device=self.model.device)
         self._sampler: Sampler | None = None
+        self._argmax = parts.argmax
         self._live: dict[int, Request] = {}
         self._events: list[TokenEvent] = []
         self._counts: Counter[str] = Counter()
@@ -142,7 +143,7 @@ class Engine:
         self._counts["decode_steps"] += 1
         self._counts["decode_rows"] += plan.live
         if self._sampler is None:
-            self._sampler = Sampler(self.scheduler.running, self.model.device)
+            self._sampler = Sampler(self.scheduler.running, self.model.device, self._argmax)
         tokens = self._sample(self._sampler, logits)
         if self.config.strict:
             # The tokens wait for their readback over several steps; the logits live for one.
@@ -210,7 +211,7 @@ class Engine:
         for i in complete:
             self.scheduler.start(chunks[i][0])
             self._sampler = None
-        return self._sample(Sampler([chunks[i][0].request for i in complete], device), logits)
+        return self._sample(Sampler([chunks[i][0].request for i in complete], device, self._argmax), logits)
 
     def _make_room(self) -> None:
         """See that every running row can grow by one token, pushing out the youngest requests where it cannot."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanoserve_lab.buckets import BucketSet
 from nanoserve_lab.cache.paged import PagedCache
@@ -12,10 +14,11 @@ from nanoserve_lab.cache.pool import KVPool, OutOfBlocks, block_bytes
 from nanoserve_lab.captured import CapturedDecode, StepParts, check_capture_ready
 from nanoserve_lab.compiled import CompiledDecode, Compiler
 from nanoserve_lab.device import free_memory
+from nanoserve_lab.engine import sampling
 from nanoserve_lab.engine.config import EngineConfig
 from nanoserve_lab.engine.forward import DecodeForward
 from nanoserve_lab.inputs import DecodeInputs
-from nanoserve_lab.model.cpu import kernel_model, runs_on_kernels
+from nanoserve_lab.model.cpu import kernel_argmax, kernel_model, runs_on_kernels
 from nanoserve_lab.model.transformer import Transformer
 from nanoserve_lab.plan import Planner
 from nanoserve_lab.recorders import Recorder
@@ -25,12 +28,14 @@ from nanoserve_lab.slots import SlotTable
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine drives: the model (on the CPU's kernels, or as it was handed in), the K/V cache, the planner, the
-    decode step with or without recordings, and the days' parts that are switched on."""
+    decode step with or without recordings, what finds each row's likeliest token, and the days' parts that are switched
+    on."""
 
     model: Transformer
     cache: PagedCache
     planner: Planner
     decode_graphs: CapturedDecode
+    argmax: Callable[[Tensor], Tensor]
     table: SlotTable | None
     buckets: BucketSet | None
     inputs: DecodeInputs | None
@@ -52,6 +57,7 @@ def build_parts(model: Transformer, config: EngineConfig, compiler: Compiler, re
 
     kernels = config.optimize_cpu and runs_on_kernels(model)
     prefilling = kernel_model(model) if kernels else model
+    argmax = kernel_argmax() if kernels else sampling.argmax
     # The compiler sees the plain operations, which it can join; the kernels would be opaque to it.
     decoding = DecodeForward(model, pool, False) if config.compile_decode else DecodeForward(prefilling, pool, kernels)
     compiled = CompiledDecode(decoding, compiler) if config.compile_decode else None
@@ -62,7 +68,9 @@ def build_parts(model: Transformer, config: EngineConfig, compiler: Compiler, re
         decode_graphs = CapturedDecode(
             compiled or decoding, recorder, parts, logits, decoding.clear_sink, config.strict
         )
-    return EngineParts(prefilling, cache, Planner(cache, table, buckets, inputs), decode_graphs, table, buckets, inputs)
+    return EngineParts(
+        prefilling, cache, Planner(cache, table, buckets, inputs), decode_graphs, argmax, table, buckets, inputs
+    )
 
 
 def _blocks_that_fit(model: Transformer, config: EngineConfig, max_context: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,16 +39,26 @@ class Logprobs(NamedTuple):
     packed: Tensor
 
 
+def argmax(scores: Tensor) -> Tensor:
+    """The token of the highest score, the first of several, a row of ``scores`` ``[rows, vocab]``: ``[rows]`` int64."""
+    return scores.argmax(-1)
+
+
 class Sampler:
     """Samples one token a row; what the parameters ask for lives in tensors that are built anew when the rows change.
 
     The order of work is bias, repetition penalty, temperature, the cuts (``top_k``, ``top_p``, ``min_p``), the draw;
-    each touches the rows that use it. Randomness is one uniform number a token, drawn on the host from the request's
-    own generator, and inverted through the cumulative distribution on the device. Nothing is read back. ``logprobs``
-    are those of the last call's tokens, None where no row asked.
+    each touches the rows that use it; greedy rows go to ``argmax``. Randomness is one uniform number a token, drawn on
+    the host from the request's own generator, and inverted through the cumulative distribution on the device. Nothing
+    is read back. ``logprobs`` are those of the last call's tokens, None where no row asked.
     """
 
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        device: torch.device,
+        argmax: Callable[[Tensor], Tensor] = argmax,
+    ) -> None:
         biased = [row for row, request in enumerate(requests) if request.params.bias]
         penalised = [row for row, request in enumerate(requests) if request.params.repetition_penalty != 1]
         random = [row for row, request in enumerate(requests) if request.params.temperature > 0]
@@ -57,6 +67,7 @@ class Sampler:
         self._penalty = _RepetitionPenalty(requests, penalised, device) if penalised else None
         self._random = _RandomRows(requests, random, device) if random else None
         self._report = _Report(requests, told, device) if told else None
+        self._argmax = argmax
         self._all_random = len(random) == len(requests)
         self.logprobs: Logprobs | None = None
 
@@ -69,7 +80,7 @@ class Sampler:
             self._bias.add_to(scores)
         if self._penalty is not None:
             self._penalty.apply_to(scores)
-        tokens = logits.new_empty(len(logits), dtype=torch.int64) if self._all_random else scores.argmax(-1)
+        tokens = logits.new_empty(len(logits), dtype=torch.int64) if self._all_random else self._argmax(scores)
         if self._random is not None:
             self._random.draw_into(tokens, scores)
         if self._penalty is not None:

@@ -5,8 +5,8 @@ recording of a step holds them as it holds any other.
 """
 
 from nanoserve_lab.kernels.attention import paged_attention
-from nanoserve_lab.kernels.elementwise import place, rms_norm, rotate, swiglu
+from nanoserve_lab.kernels.elementwise import argmax, place, rms_norm, rotate, swiglu
 from nanoserve_lab.kernels.jit import ELEMENTS
 from nanoserve_lab.kernels.products import linear
 
-__all__ = ["ELEMENTS", "linear", "paged_attention", "place", "rms_norm", "rotate", "swiglu"]
+__all__ = ["ELEMENTS", "argmax", "linear", "paged_attention", "place", "rms_norm", "rotate", "swiglu"]

@@ -1,5 +1,5 @@
 """What is done token by token, each in one pass: RMS norm, the turn of a head by its position, the gated unit, K and V
-put into the cache."""
+put into the cache, the likeliest next token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray
+import torch
+from numba import carray, prange
 from torch import Tensor
 
 from nanoserve_lab.kernels.jit import (
@@ -16,11 +17,16 @@ from nanoserve_lab.kernels.jit import (
     address,
     exponential,
     kernel,
+    largest,
     load,
     operator,
     pointer,
+    share_threads,
     store,
 )
+
+#: Scores among which the largest is found before it is compared with that of others.
+RUN = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,6 +60,16 @@ def place(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> 
     Raises `IndexError` for a slot outside the pool; the tokens before it are written then.
     """
     _place(keys, values, slots, k, v)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The place of the largest of each row of ``scores`` ``[rows, size]``, the first of several, ``[rows]`` int64.
+
+    Where one is NaN it is any place of the row. PyTorch's own compares one number at a time, and bfloat16 slowest.
+    """
+    out = scores.new_empty(scores.shape[0], dtype=torch.int64)
+    _argmax(scores.contiguous(), out=out)
+    return out
 
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps, *, Tensor(a!) out) -> ()")
@@ -104,6 +120,29 @@ def _put(
         for j in range(size):
             all_keys[slot, j] = new_keys[token * k_stride + j]
             all_values[slot, j] = new_values[token * v_stride + j]
+
+
+@operator("argmax(Tensor scores, *, Tensor(a!) out) -> ()")
+def _argmax(scores: Tensor, *, out: Tensor) -> Launch:
+    share_threads()
+    return _find, (address(out), address(scores), *scores.shape, ELEMENTS[scores.dtype][0])
+
+
+@kernel(parallel=True)
+def _find(out: int, scores: int, rows: int, size: int, like: Any) -> None:
+    places = carray(pointer(out), (rows,), np.int64)
+    table = carray(pointer(scores), (rows, size), like.dtype)
+    for row in prange(rows):
+        # Whole registers are compared to find the run that holds the largest, and only that run is looked through.
+        best, run = largest(table[row, :RUN]), 0
+        for start in range(RUN, size, RUN):
+            top = largest(table[row, start : start + RUN])
+            if top > best:
+                best, run = top, start
+        place = run
+        while place < min(run + RUN, size) - 1 and load(table[row, place]) != best:
+            place += 1
+        store(places, row, place)
 
 
 @kernel()

@@ -133,7 +133,10 @@ def _load(element: Any) -> Any:
 
 
 def store(array: Any, index: Any, number: Any) -> None:
-    """Write a number as an element of the array; to 16 bits it is rounded to the nearest, ties to even."""
+    """Write a number as an element of the array; to 16 bits it is rounded to the nearest, ties to even.
+
+    A call: in a parallel loop Numba takes a plain assignment to an array that nobody seems to read for dead code.
+    """
 
 
 @overload(store, jit_options={"fastmath": FAST}, strict=False)
@@ -157,9 +160,9 @@ def _store(array: Any, index: Any, number: Any) -> Any:
 @njit(fastmath=True)
 def largest(numbers: Any) -> Any:
     """The largest of one or more; any of them where one is NaN, which the exponential then finds."""
-    top = numbers[0]
+    top = load(numbers[0])
     for i in range(numbers.shape[0]):
-        top = max(top, numbers[i])
+        top = max(top, load(numbers[i]))
     return top
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from nanoserve_lab.model.linear import Linear
 from nanoserve_lab.model.transformer import MLP, Attention, RMSNorm, Transformer
@@ -51,3 +53,10 @@ def kernel_model(model: Transformer) -> Transformer:
         twin.head_kernel = linear
         _twins[model] = twin
     return twin
+
+
+def kernel_argmax() -> Callable[[Tensor], Tensor]:
+    """`nanoserve_lab.kernels.argmax`."""
+    from nanoserve_lab.kernels import argmax
+
+    return argmax

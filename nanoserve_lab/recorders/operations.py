@@ -48,7 +48,7 @@ _KINDS = {
         "nanoserve_lab::place",
     ),
     "copy": ("clone", "copy_", "_to_copy", "cat", "stack", "roll"),
-    "reduction": ("argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
+    "reduction": ("argmax", "nanoserve_lab::argmax", "sum", "mean", "amax", "max", "cumsum", "sort"),
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 # Operations that read as much as they write (and the indices), not all of their first argument.
