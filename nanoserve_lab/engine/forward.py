@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from nanoserve_lab.cache.attention import DecodeRead
@@ -19,7 +21,8 @@ class DecodeForward:
     """
 
     def __init__(self, model: Transformer, pool: KVPool, kernels: bool) -> None:
-        self.model, self.pool, self._kernels = model, pool, kernels
+        self.model, self.pool = model, pool
+        self._read: Callable[[Tensor, Tensor], Read] = _kernel_read() if kernels else DecodeRead
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, write_slots: Tensor, context_lens: Tensor, slot_mapping: Tensor
@@ -29,7 +32,7 @@ class DecodeForward:
         All arguments int64 on the model's device: ``input_ids`` and ``positions`` ``[rows, 1]``, ``write_slots`` and
         ``context_lens`` ``[rows]``, ``slot_mapping`` ``[rows, width]``; see `plan.DecodePlan`.
         """
-        read = (_kernel_read if self._kernels else DecodeRead)(slot_mapping, context_lens)
+        read = self._read(slot_mapping, context_lens)
         return self.model(input_ids.view(-1), positions.view(-1), write_slots, self.pool.layers, read)
 
     def clear_sink(self) -> None:
@@ -51,7 +54,10 @@ class DecodeForward:
         return found
 
 
-def _kernel_read(slot_mapping: Tensor, context_lens: Tensor) -> Read:
+def _kernel_read() -> Callable[[Tensor, Tensor], Read]:
     from nanoserve_lab.kernels import paged_attention  # imports Numba
 
-    return lambda q, k, v, keys, values: paged_attention(q, keys, values, slot_mapping, context_lens)
+    def read(slot_mapping: Tensor, context_lens: Tensor) -> Read:
+        return lambda q, k, v, keys, values: paged_attention(q, keys, values, slot_mapping, context_lens)
+
+    return read
