@@ -139,10 +139,10 @@ def _find(out: int, scores: int, rows: int, size: int, like: Any) -> None:
             top = largest(table[row, start : start + RUN])
             if top > best:
                 best, run = top, start
-        place = run
-        while place < min(run + RUN, size) - 1 and load(table[row, place]) != best:
-            place += 1
-        store(places, row, place)
+        at = run
+        while at < min(run + RUN, size) - 1 and load(table[row, at]) != best:
+            at += 1
+        store(places, row, at)
 
 
 @kernel()

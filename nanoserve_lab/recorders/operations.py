@@ -152,7 +152,8 @@ def traffic(
     if name in _PICKS:
         return _bytes(made) + _bytes(t for t in inputs if not t.is_floating_point()), _bytes(made)
     if name in _PLACES:
-        given = [t for t in inputs if not _among(t, written_arguments(operation, args, kwargs))]
+        filled = written_arguments(operation, args, kwargs)
+        given = [t for t in inputs if not _among(t, filled)]
         return _bytes(given), _bytes(t for t in given if t.is_floating_point())
     if name in ("copy_", "fill_", "zero_"):
         return _bytes(inputs[1:]), _bytes(inputs[:1])
